@@ -1,0 +1,33 @@
+# make demo   sets up and runs the main job on embedded data
+# make test   sets up, lints, type-checks and tests; .ci/run calls it
+PYTHON ?= python3
+BIN := .venv/bin
+# One torch thread a process: two on shared cores can be many times slower.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-real format clean
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/ready
+	$(BIN)/uefl compare
+
+test: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 -m "not real and not gpu"
+
+test-real: .venv/ready
+	$(BIN)/python -m pytest -m "real or gpu" -ra
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

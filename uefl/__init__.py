@@ -1,0 +1,1 @@
+"""Federated learning across silos whose data do not look alike."""

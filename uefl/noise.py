@@ -1,0 +1,123 @@
+"""Noise with an address: the same draw for the same (seed, silo, round, step, purpose) in every engine, on every device.
+
+A counter-based stream: element i of a draw is a hash of the key and i, in plain integer tensor operations, so it can be
+stacked, replayed and resumed, and the order in which clients run cannot change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+
+import torch
+from torch import Tensor, nn
+
+_LOW31 = 0x7FFFFFFF
+
+
+def key(*address: int | float | str) -> int:
+    """The 63-bit key of an address."""
+    text = "\x1f".join(f"{type(a).__name__}:{a}" for a in address)
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _signed(value: int) -> int:
+    """A 32-bit pattern as the int32 that holds it."""
+    return value - (1 << 32) if value & 0x80000000 else value
+
+
+def _scramble(h: Tensor) -> Tensor:
+    """An integer hash with full avalanche on 32 bits, in place; int32 products wrap as intended."""
+    h ^= (h >> 16) & 0xFFFF
+    h *= _signed(0x7FEB352D)
+    h ^= (h >> 15) & 0x1FFFF
+    h *= _signed(0x846CA68B)
+    h ^= (h >> 16) & 0xFFFF
+    return h
+
+
+def bits(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """n words of 32 random bits as int32; `k` is a key, or an int64 tensor that holds one."""
+    k = k if isinstance(k, Tensor) else torch.tensor(k, device=device)
+    low, high = (k & 0xFFFFFFFF).to(torch.int32), (k >> 32).to(torch.int32)
+    counter = torch.arange(n, dtype=torch.int32, device=k.device)
+    return _scramble(_scramble(counter ^ low) + high)
+
+
+def uniform(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Uniform draws in (0, 1), 24 bits each."""
+    n = torch.Size(shape).numel()
+    return (((bits(k, n, device) >> 8) & 0xFFFFFF).float() + 0.5).mul_(2.0**-24).reshape(tuple(shape))
+
+
+def normal(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Standard normal draws (Box-Muller)."""
+    n = torch.Size(shape).numel()
+    u = uniform(k, (2, n), device)
+    return ((-2 * u[0].log()).sqrt() * (2 * torch.pi * u[1]).cos()).reshape(tuple(shape))
+
+
+def permutation(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """A random order of n things."""
+    return torch.argsort(bits(k, n, device), stable=True)
+
+
+class Noise(nn.Module):
+    """A layer that draws. Whoever runs the network sets its key before each forward pass with `set_key`."""
+
+    key: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A buffer, so that clients in one tensor have one each; not persistent, so that it never travels.
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.salt = 0  # tells the layers of one network apart
+
+    def salted(self) -> Tensor:
+        return self.key ^ self.salt
+
+
+class Dropout(Noise):
+    """Dropout whose mask is addressed noise."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        drawn = bits(self.salted(), x.numel()) & _LOW31
+        keep = (drawn >= int(self.p * 2**31)).reshape(x.shape)
+        return x * keep * (1 / (1 - self.p))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def noises(net: nn.Module) -> list[Noise]:
+    """All layers of a network that draw, each with a salt from its name."""
+    found = [(name, m) for name, m in net.named_modules() if isinstance(m, Noise)]
+    for name, layer in found:
+        layer.salt = key("layer", name)
+    return [layer for _, layer in found]
+
+
+def set_key(layers: Sequence[Noise], value: int) -> None:
+    """Address the next draws of these layers."""
+    for layer in layers:
+        layer.key.fill_(value)
+
+
+@contextmanager
+def sampling(net: nn.Module) -> Iterator[None]:
+    """Dropout draws; every other layer stays as it is, batch norm in evaluation mode included (D1)."""
+    layers = [(m, m.training) for m in net.modules() if isinstance(m, Dropout | nn.modules.dropout._DropoutNd)]
+    for layer, _ in layers:
+        layer.train()
+    try:
+        yield
+    finally:
+        for layer, was in layers:
+            layer.train(was)
