@@ -186,6 +186,14 @@ class Clients(Protocol):
     seed: int
 
     @property
+    def net(self) -> nn.Module:
+        """The network, as a template: its tensors' names and kinds, not their values."""
+
+    @property
+    def domains(self) -> Mapping[str, str]:
+        """True domain by silo; only oracles look."""
+
+    @property
     def sizes(self) -> Mapping[str, int]:
         """Number of training examples by silo, names sorted."""
 

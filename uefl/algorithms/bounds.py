@@ -1,0 +1,31 @@
+"""What federation is measured against: every silo alone, and all data in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from uefl.algorithms.fedavg import FedAvg
+from uefl.federation import Part, Silo, concatenated
+
+POOL = "pooled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone(FedAvg):
+    """Every silo trains alone and sends nothing: what a federation must beat to be worth joining."""
+
+    def keeps(self, net: nn.Module) -> Collection[str]:
+        return list(net.state_dict())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(FedAvg):
+    """All training data in one place, which no federation may do: an upper bound."""
+
+    def prepare(self, silos: Sequence[Silo]) -> Sequence[Silo]:
+        none = [replace(s, train=Part(s.train.x[:0], s.train.y[:0])) for s in silos]
+        pool = Silo(POOL, concatenated([s.train for s in silos]), none[0].train, none[0].train, domain=POOL)
+        return [*none, pool]

@@ -1,0 +1,5 @@
+"""Where clients run. Engines never import algorithms."""
+
+from uefl.engines.serial import Serial
+
+__all__ = ["Serial"]

@@ -1,0 +1,233 @@
+"""One client after another in plain PyTorch: the reference that every other engine must agree with."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from uefl.errors import InputError
+from uefl.federation import (
+    Batch,
+    Broadcast,
+    Method,
+    Model,
+    Part,
+    Reply,
+    Silo,
+    Split,
+    State,
+    batches,
+    gathered,
+    size_in_bytes,
+)
+from uefl.noise import key, noises, permutation, set_key
+
+OPTIMIZER = "optimizer."  # prefix of optimiser state among what a silo keeps
+
+
+class Serial:
+    """Clients in one process. `watch` hears the silo and what it does, for a progress display."""
+
+    def __init__(
+        self,
+        silos: Sequence[Silo],
+        net: nn.Module,
+        *,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.float32,
+        watch: Callable[[str, str], None] = lambda silo, doing: None,
+    ) -> None:
+        names = [silo.name for silo in silos]
+        if len(set(names)) < len(names):
+            raise InputError(f"silos must have different names, not {', '.join(names)}")
+        self.seed, self.device, self.dtype, self.watch = seed, torch.device(device), dtype, watch
+        ordered = sorted(silos, key=lambda silo: silo.name)  # the order given changes nothing
+        self.silos = {silo.name: self._placed(silo) for silo in ordered}
+        self.net = copy.deepcopy(net).to(self.device, dtype)
+        self.initial = {name: t.clone() for name, t in self.net.state_dict().items()}
+        self.memory: dict[str, State] = {}  # what each silo keeps; part of the checkpoint in one process
+        self._noises = noises(self.net)
+        self._foreign = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.net.modules())
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {name: len(silo.train.y) for name, silo in self.silos.items()}
+
+    @property
+    def domains(self) -> Mapping[str, str]:
+        return {name: silo.domain for name, silo in self.silos.items()}
+
+    def begin(self) -> State:
+        return {name: t.clone() for name, t in self.initial.items()}
+
+    def fit(self, method: Method, say: Broadcast, *, measure: bool = True) -> Iterator[Reply]:
+        for name in sorted(say.who):
+            started = time.perf_counter()
+            model = self._receive(method, say, name)
+            answers = self._measured(method, model, name, say.round - 1, "received ") if measure else {}
+            self.watch(name, "trains")
+            steps = self._train(method, model, say, name)
+            extra, kept = method.finish(model, self.silos[name].train, steps=steps, rate=say.rate)
+            answers |= self._measured(method, model, name, say.round, "local ", ("test",)) if measure else {}
+            reply = self._reply(method, model, kept, name)
+            yield Reply(
+                who=name,
+                count=len(self.silos[name].train.y),
+                tensors=reply,
+                answers=answers,
+                extra=extra,
+                received_bytes=size_in_bytes(model.received) + size_in_bytes(say.sent),
+                sent_bytes=size_in_bytes(reply) + size_in_bytes(extra),
+                seconds=time.perf_counter() - started,
+            )
+
+    def ask(self, method: Method, task: str, say: Broadcast, on: Sequence[Split]) -> Iterator[Reply]:
+        for name in sorted(say.who):
+            started = time.perf_counter()
+            self.watch(name, task)
+            model = self._receive(method, say, name)
+            answers = self._answers(method, task, model, name, say.round, on)
+            yield Reply(
+                who=name,
+                count=len(self.silos[name].train.y),
+                answers=answers,
+                received_bytes=size_in_bytes(model.received) + size_in_bytes(say.sent),
+                sent_bytes=sum(size_in_bytes(answer) for answer in answers.values()),
+                seconds=time.perf_counter() - started,
+            )
+
+    def _placed(self, silo: Silo) -> Silo:
+        def placed(part: Part) -> Part:
+            return Part(part.x.to(self.device, self.dtype), part.y.to(self.device))
+
+        return Silo(silo.name, placed(silo.train), placed(silo.validation), placed(silo.test), silo.domain)
+
+    def _receive(self, method: Method, say: Broadcast, name: str) -> Model:
+        """Bind the network to what this silo receives and to what it kept; the broadcast itself stays untouched."""
+        received = gathered(say.state, say.access[say.silos.index(name)])
+        kept = self.memory.get(name, {})
+        own = {n: kept.get(n, self.initial[n]) for n in method.keeps(self.net)}
+        load(self.net, {**received, **own})
+        rest = {n: t for n, t in kept.items() if n not in own}
+        params = dict(self.net.named_parameters())
+        return Model(self.net, params, sent=say.sent, received=received, kept=rest)
+
+    def _train(self, method: Method, model: Model, say: Broadcast, name: str) -> int:
+        """Local training; returns the number of steps."""
+        local, part = method.local, self.silos[name].train
+        self.net.train()
+        optimizers = []
+        for update in method.updates(say):
+            params = {n: p for n, p in model.params.items() if update.learns(n)}
+            optimizers.append((update, params, local.build(list(params.values()), say.rate * update.rate)))
+        if not local.fresh:
+            restore(model, [optimizer for *_, optimizer in optimizers])
+        step = 0
+        for epoch in range(local.epochs):
+            order = permutation(key(self.seed, name, say.round, epoch, "order"), len(part.y), self.device)
+            for cut in batches(len(part.y), local.batch):
+                index = order[cut]
+                batch = Batch(part.x[index], part.y[index], step, epoch)
+                with self._drawing(key(self.seed, name, say.round, step, "train")):
+                    for update, params, optimizer in optimizers:
+                        descend(method, model, update.loss(model, batch), params, optimizer)
+                step += 1
+        if not local.fresh:
+            model.kept |= saved(model, [optimizer for *_, optimizer in optimizers])
+        return step
+
+    def _measured(
+        self, method: Method, model: Model, name: str, round_: int, prefix: str, on: Sequence[Split] = ("validation", "test")
+    ) -> dict[str, State]:
+        """Measurements, addressed by the round whose model is measured."""
+        self.watch(name, "measures")
+        return {prefix + s: a for s, a in self._answers(method, "measure", model, name, round_, on).items()}
+
+    def _answers(
+        self, method: Method, task: str, model: Model, name: str, round_: int, on: Sequence[Split]
+    ) -> dict[str, State]:
+        """A task over parts of a silo's data: sums over batches, or one answer from the whole. No data, no answer."""
+        do, answers = getattr(method, task), {}
+        self.net.eval()
+        for split in on:
+            part = self.silos[name].part(split)
+            size = len(part.y) if getattr(do, "whole", False) else method.local.evaluation_batch
+            answer: State = {}
+            for i, cut in enumerate(batches(len(part.y), max(size, 1))):
+                with torch.no_grad(), self._drawing(key(self.seed, name, round_, i, task, split)):
+                    sums = do(model, Batch(part.x[cut], part.y[cut], i))
+                answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
+            if answer:
+                answers[split] = answer
+        return dict(answers)
+
+    def _reply(self, method: Method, model: Model, kept: State, name: str) -> State:
+        """What goes back; what the method keeps stays here."""
+        stays = set(method.keeps(self.net))
+        state = {n: t.detach().clone() for n, t in self.net.state_dict().items()}
+        self.memory[name] = {**model.kept, **kept, **{n: state[n] for n in stays}}
+        return {n: t for n, t in state.items() if n not in stays}
+
+    @contextmanager
+    def _drawing(self, address: int) -> Iterator[None]:
+        """Address all draws: our layers by key; a user's `nn.Dropout` by torch's generator, seeded in a scope."""
+        set_key(self._noises, address)
+        if not self._foreign:
+            yield
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(address)
+            yield
+
+
+def load(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into a network; a codebook takes the size of what it is given."""
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            owner, _, leaf = name.rpartition(".")
+            module = net.get_submodule(owner)
+            old = getattr(module, leaf)
+            if old.shape == tensor.shape:
+                old.copy_(tensor)
+            elif isinstance(old, nn.Parameter):
+                setattr(module, leaf, nn.Parameter(tensor.to(old.device, old.dtype).clone()))
+            else:
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the network needs {tuple(old.shape)}")
+
+
+def descend(
+    method: Method, model: Model, loss: Tensor, params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    """One update of some weights down one loss."""
+    found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    gradients = method.adjust(model, {n: g for n, g in zip(params, found) if g is not None})
+    scaled = dict(zip(gradients, method.local.clipped(list(gradients.values()))))
+    for name, param in params.items():
+        param.grad = scaled.get(name)
+    optimizer.step()
+
+
+def saved(model: Model, optimizers: list[torch.optim.Optimizer]) -> State:
+    """Optimiser state as named tensors."""
+    names = {id(p): n for n, p in model.params.items()}
+    return {
+        f"{OPTIMIZER}{i}.{entry}.{names[id(p)]}": torch.as_tensor(value).detach().clone()
+        for i, optimizer in enumerate(optimizers)
+        for p, state in optimizer.state.items()
+        for entry, value in state.items()
+    }
+
+
+def restore(model: Model, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Give optimisers back what a silo kept of them; state of words that did not exist yet starts afresh."""
+    for name, value in model.kept.items():
+        if name.startswith(OPTIMIZER):
+            i, entry, param = name.removeprefix(OPTIMIZER).split(".", 2)
+            if value.dim() == 0 or value.shape == model.params[param].shape:
+                optimizers[int(i)].state[model.params[param]][entry] = value.clone()

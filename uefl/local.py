@@ -1,0 +1,58 @@
+"""How a client trains: optimiser, batches, epochs, and the learning rate over the rounds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from uefl.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """Local training, the same for all methods in a comparison."""
+
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    rate: float = 1e-3  # learning rate η
+    schedule: Literal["constant", "cosine", "step"] = "constant"  # of the rate, over all rounds
+    momentum: float = 0.9  # sgd only
+    weight_decay: float = 0.0
+    batch: int = 64
+    epochs: int = 2
+    clip: float = 0.0  # largest norm of the gradient; 0: no limit
+    fresh: bool = True  # a new optimiser every round (D21); otherwise its state stays with the silo
+    evaluation_batch: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "batch", "epochs", "evaluation_batch"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name}={getattr(self, name)} must be greater than 0")
+
+    def rate_at(self, round_: int, rounds: int) -> float:
+        """The learning rate of a round (counted from 1) out of all."""
+        done = (round_ - 1) / max(rounds, 1)
+        if self.schedule == "cosine":
+            return self.rate * 0.5 * (1 + math.cos(math.pi * done))
+        if self.schedule == "step":
+            return self.rate * 0.1 ** int(done * 3)  # a tenth after each third
+        return self.rate
+
+    def build(self, params: list[Tensor], rate: float) -> Optimizer:
+        """The optimiser of some weights."""
+        if self.optimizer == "sgd":
+            return SGD(params, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+        kind = AdamW if self.optimizer == "adamw" else Adam
+        return kind(params, rate, weight_decay=self.weight_decay)
+
+    def clipped(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Gradients scaled down to the largest norm allowed."""
+        if not self.clip:
+            return gradients
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        return [g * scale for g in gradients]

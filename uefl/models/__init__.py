@@ -1,0 +1,1 @@
+"""Networks: encoders, and the encoder → discretizer → classifier around them."""
