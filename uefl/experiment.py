@@ -1,0 +1,107 @@
+"""An experiment is a value: method, data, model, seed. Its id is a hash of all that can change a number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from uefl.algorithms import ALGORITHMS, FedAvg
+from uefl.data import Data
+from uefl.errors import InputError
+from uefl.federation import Silo
+from uefl.models.encoders import encoder
+from uefl.models.net import Ensemble, Net
+from uefl.noise import key
+from uefl.settings import plain
+
+RESULTS = 1  # raised when a change of the code changes numbers
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The network, codebook apart."""
+
+    encoder: str = "residual"
+    width: int = 64  # channels of the residual encoder's first block
+    depth: int = 3  # its blocks
+    hidden: int = 512  # of the classifier
+    dropout: float = 0.1
+    dropout_at: Literal["hidden", "logits"] = "hidden"  # D2
+    normalise: Literal["layer", "none"] = "layer"  # features, before they are cut into segments
+    members: int = 1  # of a deep ensemble, which then takes the place of dropout
+    pretrained: str = ""  # weights of the encoder: a file, or `imagenet`
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"dropout={self.dropout} must be at least 0 and less than 1")
+        for name in ("width", "depth", "hidden", "members"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """A new network for images of this shape."""
+        if self.members > 1:
+            return Ensemble(lambda: self._member(shape, classes, 0.0), self.members)
+        return self._member(shape, classes, self.dropout)
+
+    def _member(self, shape: tuple[int, ...], classes: int, dropout: float) -> Net:
+        return Net(
+            encoder(self.encoder, shape, width=self.width, depth=self.depth, pretrained=self.pretrained),
+            classes,
+            shape,
+            hidden=self.hidden,
+            dropout=dropout,
+            dropout_at=self.dropout_at,
+            normalise=self.normalise,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides a result."""
+
+    method: FedAvg = field(default_factory=FedAvg)
+    data: Data = field(default_factory=Data)
+    model: Architecture = field(default_factory=Architecture)
+    seed: int = 0
+    precision: Literal["float32", "float64"] = "float32"
+
+    @property
+    def name(self) -> str:
+        """The method's name on the command line."""
+        return next(name for name, kind in ALGORITHMS.items() if kind is type(self.method))
+
+    def network(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """The method's network with its first weights, which depend on the seed alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(self.seed, "weights"))
+            return self.method.build(self.model.build(shape, classes))
+
+    def config(self) -> dict[str, Any]:
+        """The experiment in plain values, as the run folder keeps it."""
+        settings: dict[str, Any] = plain(self)
+        return {"name": self.name, **settings}
+
+    def id(self, fingerprint: str) -> str:
+        """Hash of experiment, data and results version; engine and device are in the header instead."""
+        settings = {"name": self.name, **plain(self, identity=True)}
+        text = json.dumps([RESULTS, settings, fingerprint], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def fingerprint(silos: Sequence[Silo]) -> str:
+    """Hash of every silo's name and data, whatever their order."""
+    total = hashlib.sha256()
+    for silo in sorted(silos, key=lambda s: s.name):
+        total.update(f"{silo.name}\x1f{silo.domain}\x1f".encode())
+        for tensor in (*silo.train, *silo.validation, *silo.test):
+            total.update(str(tuple(tensor.shape)).encode())
+            total.update(memoryview(tensor.contiguous().numpy()).cast("B") if tensor.numel() else b"")
+    return total.hexdigest()[:16]

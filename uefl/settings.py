@@ -1,0 +1,97 @@
+"""Settings are frozen dataclasses; `field=value` changes them, typed and checked, from the command line or a script."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from uefl.errors import InputError
+
+T = TypeVar("T")
+
+
+def override(value: T, assignments: Sequence[str]) -> T:
+    """Change fields, anywhere inside: `gamma=0.2`, or with the way to it where a name alone is not enough."""
+    for assignment in assignments:
+        name, sign, text = assignment.partition("=")
+        if not sign or not name:
+            raise InputError(f"'{assignment}' is not of the form field=value")
+        value = _set(value, _find(value, name), text)
+    return value
+
+
+def has(value: Any, name: str) -> bool:
+    """Whether a setting of this name is anywhere inside."""
+    return any(_matches(path, name) for path, _ in leaves(value))
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every setting with the way to it."""
+    for f in fields(value):
+        inner = getattr(value, f.name)
+        if is_dataclass(inner):
+            yield from leaves(inner, (*path, f.name))
+        else:
+            yield (*path, f.name), inner
+
+
+def plain(value: Any, *, identity: bool = False) -> Any:
+    """Nested dictionaries, lists and numbers; for a run's identity, without what cannot change a result."""
+    if is_dataclass(value):
+        kept = [f for f in fields(value) if not identity or f.metadata.get("identity", True)]
+        return {f.name: plain(getattr(value, f.name), identity=identity) for f in kept}
+    if isinstance(value, tuple):
+        return [plain(v, identity=identity) for v in value]
+    return value
+
+
+def _matches(path: tuple[str, ...], name: str) -> bool:
+    wanted = tuple(name.split("."))
+    return path[-len(wanted) :] == wanted
+
+
+def _find(value: Any, name: str) -> tuple[str, ...]:
+    paths = [path for path, _ in leaves(value)]
+    found = [path for path in paths if _matches(path, name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InputError(f"field '{name}' is ambiguous; say one of: {', '.join('.'.join(p) for p in found)}")
+    known = sorted({path[-1] for path in paths})
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f" (did you mean '{close[0]}'?)" if close else ""
+    raise InputError(f"unknown field '{name}'{hint}; known: {', '.join(known)}")
+
+
+def _set(value: Any, path: tuple[str, ...], text: str) -> Any:
+    name, rest = path[0], path[1:]
+    if rest:
+        return replace(value, **{name: _set(getattr(value, name), rest, text)})
+    return replace(value, **{name: parsed(text, get_type_hints(type(value))[name], name)})
+
+
+def parsed(text: str, kind: Any, name: str) -> Any:
+    """A value of the field's type, or one line that says what the field takes."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if text not in args:
+            raise InputError(f"{name}={text}; allowed: {', '.join(map(str, args))}")
+        return text
+    if origin in (Union, types.UnionType):
+        return None if text.lower() == "none" else parsed(text, next(a for a in args if a is not type(None)), name)
+    if origin is tuple:
+        return tuple(parsed(part.strip(), args[0], name) for part in text.strip("()[]").split(",") if part.strip())
+    if kind is bool:
+        if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
+            raise InputError(f"{name}={text}; allowed: true, false")
+        return text.lower() in ("true", "yes", "1")
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise InputError(f"{name}={text} is not {what}") from None
+    return text
