@@ -1,0 +1,1 @@
+"""Networks: encoders, and what is built on them."""
