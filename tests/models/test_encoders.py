@@ -138,3 +138,16 @@ def test_every_parameter_learns(name: str) -> None:
     net(torch.randn(4, 1, 32, 32)).square().mean().backward()
     still = [n for n, p in net.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert still == []
+
+
+@pytest.mark.parametrize("name", ["dirt", "resnet18-cifar"])
+def test_stacked_batch_norms_keep_their_own_statistics(name: str) -> None:
+    nets = [small(name, 1).train() for _ in range(2)]
+    x = torch.randn(2, 3, 1, 32, 32)
+    params, buffers = stack_module_state(nets)
+    with torch.no_grad():
+        vmap(lambda p, b, x: functional_call(nets[0], (p, b), (x,)))(params, buffers, x)
+        for k, net in enumerate(nets):
+            net(x[k])
+            for buffer, value in net.named_buffers():
+                torch.testing.assert_close(buffers[buffer][k], value, rtol=1e-3, atol=1e-4)
