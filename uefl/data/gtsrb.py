@@ -1,0 +1,64 @@
+"""German traffic signs: the official folders of PPM images with their CSV files, or a tree train/<class>/, test/<class>/.
+
+Images are stretched to 32×32 with the margin of about a tenth that the official images have around the sign. The CSV
+files also give the sign's own box (Roi); we do not crop to it, as in the tree layout that others publish.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from uefl.data.entries import Entry, imported
+from uefl.data.files import Files, Folder, Zip, opened
+from uefl.data.images import Images
+from uefl.data.reading import Reading
+from uefl.data.tree import from_files
+from uefl.errors import InputError
+
+SIZE = 32
+CLASSES = 43
+TRAINING = re.compile(r"(^|/)(Training|Final_Training/Images)/\d{5}/GT-\d{5}\.csv$")
+TEST = re.compile(r"(^|/)GT-final_test\.csv$")
+
+
+class Several:
+    """The official archives lying in one folder, seen as one tree."""
+
+    def __init__(self, where: str, parts: list[Files]) -> None:
+        self.where = where
+        self._owner = {name: part for part in parts for name in part.names}
+        self.names = sorted(self._owner)
+        self.folders: list[str] = []
+
+    def read(self, name: str) -> bytes:
+        return self._owner[name].read(name)
+
+    def size(self, name: str) -> int:
+        return self._owner[name].size(name)
+
+
+def gtsrb(path: Path, reading: Reading) -> Images:
+    """43 kinds of traffic signs in colour."""
+    files = opened(path, reading)
+    archives = [n for n in files.names if n.endswith(".zip") and "/" not in n] if isinstance(files, Folder) else []
+    if archives:
+        files = Several(files.where, [Zip(path / n, reading) for n in archives])
+    if not any(TRAINING.search(n) or TEST.search(n) for n in files.names):
+        return from_files("gtsrb", files, reading, owners="")
+    reading.size = reading.size or SIZE
+    return imported("gtsrb", files, _entries(files, reading), reading)
+
+
+def _entries(files: Files, reading: Reading) -> list[Entry]:
+    entries: list[Entry] = []
+    for listing in files.names:
+        test = bool(TEST.search(listing))
+        if test or TRAINING.search(listing):
+            entries += _listed(files, listing, reading, test=test)
+    if not all(any(entry.test is split for entry in entries) for split in (False, True)):
+        raise InputError(f"{files.where}: needs the training images with GT-<class>.csv and the test's GT-final_test.csv")
+    return sorted(entries)
