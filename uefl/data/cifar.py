@@ -32,9 +32,7 @@ def cifar100(path: Path, reading: Reading) -> Images:
     return _read("cifar100", path, reading, HUNDRED, ("fine_labels", "fine_label_names"))
 
 
-def _read(
-    name: str, path: Path, reading: Reading, batches: Mapping[str, list[str]], keys: tuple[str, str]
-) -> Images:
+def _read(name: str, path: Path, reading: Reading, batches: Mapping[str, list[str]], keys: tuple[str, str]) -> Images:
     wanted = [batch for group in batches.values() for batch in group]
     if path.is_file() and not path.name.lower().endswith(".zip"):
         return _official(name, str(path), _untarred(path, wanted), (batches, keys), reading)
@@ -85,8 +83,8 @@ def _official(
             xs.append(x[good])
             ys.append(y[good])
             tests.append(np.full(int(good.sum()), split == "test"))
-    x, y, test = (torch.from_numpy(np.concatenate(part)) for part in (xs, ys, tests))
-    return Images(name, x, y, classes, test)
+    stacked = [torch.from_numpy(np.concatenate(part)) for part in (xs, ys, tests)]
+    return Images(name, stacked[0], stacked[1], classes, stacked[2])
 
 
 def _names(found: Any, where: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from uefl.data.files import Files
 from uefl.data.images import Images
-from uefl.data.pixels import CONVERTED, Box, Pixels, decoded
+from uefl.data.pixels import CONVERTED, Pixels, decoded
 from uefl.data.reading import Reading
 from uefl.errors import InputError
 
@@ -33,7 +34,6 @@ class Entry(NamedTuple):
     label: str
     test: bool = False
     owner: str = ""  # silo or domain
-    box: Box | None = None
 
 
 def imported(name: str, files: Files, entries: Sequence[Entry], reading: Reading, *, owners: str = "") -> Images:
@@ -43,12 +43,13 @@ def imported(name: str, files: Files, entries: Sequence[Entry], reading: Reading
     x, kept = _stacked(files, entries, reading)
     rows = [entries[i] for i in kept]
     classes, y = indexed([row.label for row in rows])
-    images = Images(name, x, y, classes, torch.tensor([row.test for row in rows]), notes=reading.notes())
+    images = Images(name, x, y, classes, torch.tensor([row.test for row in rows]))
     if not owners:
         return images
     names, index = indexed([row.owner for row in rows])
-    fields = {"silo": index, "silos": names} if owners == "silo" else {"domain": index, "domains": names}
-    return Images(**{**vars(images), **fields})
+    if owners == "domain":
+        return replace(images, domain=index, domains=names)
+    return replace(images, silo=index, silos=names)
 
 
 def indexed(names: Sequence[str]) -> tuple[tuple[str, ...], Tensor]:
@@ -90,7 +91,7 @@ def _one(files: Files, entry: Entry, size: int | None) -> Result:
     except InputError as e:
         return e
     try:
-        return decoded(data, size, entry.box)
+        return decoded(data, size)
     except InputError as e:
         return InputError(f"{files.where}: {entry.file}: {e}")
 

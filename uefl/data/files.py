@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import threading
 import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -42,16 +44,13 @@ class Folder:
         self.folders.sort()
 
     def read(self, name: str) -> bytes:
-        try:
-            return (self._path / name).read_bytes()
-        except OSError as e:
-            raise InputError(f"{self.where}/{name}: {e.strerror}") from e
+        return read_bytes(self._path / name, f"{self.where}: {name}")
 
     def size(self, name: str) -> int:
         try:
             return (self._path / name).stat().st_size
-        except OSError as e:
-            raise InputError(f"{self.where}/{name}: {e.strerror}") from e
+        except OSError:
+            return 0  # `read` will say why
 
 
 class Zip:
@@ -65,6 +64,7 @@ class Zip:
             raise InputError(f"{path}: {e.strerror or e}") from e
         except Exception as e:  # a broken directory raises whatever its bytes lead to: BadZipFile, struct.error, ...
             raise InputError(f"{path}: not a zip archive, or a truncated one ({e})") from e
+        self._lock = threading.Lock()  # zipfile counts its open members without one
         self._members: dict[str, zipfile.ZipInfo] = {}
         folders: set[str] = set()
         for member in self._archive.infolist():
@@ -84,7 +84,8 @@ class Zip:
         if self.size(name) > LARGEST:
             raise InputError(f"{self.where}: {name}: {self.size(name)} bytes is too large")
         try:
-            return self._archive.read(self._members[name])
+            with self._lock:
+                return self._archive.read(self._members[name])
         except Exception as e:  # zlib, lzma, bz2, encryption, checksum and header errors share no ancestor
             raise InputError(f"{self.where}: {name}: cannot be unpacked ({e or type(e).__name__})") from e
 
@@ -96,11 +97,22 @@ def opened(path: Path, reading: Reading) -> Files:
     """The folder or zip archive at this path."""
     try:
         folder = path.is_dir()
-        if not folder:
-            path.stat()
+        regular = folder or stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError) as e:
         raise InputError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
+    if not regular:
+        raise InputError(f"{path}: neither a file nor a folder")
     return Folder(path) if folder else Zip(path, reading)
+
+
+def read_bytes(path: Path, where: str) -> bytes:
+    """A regular file's bytes; a pipe or a device would keep us waiting forever."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"{where}: not a regular file")
+        return path.read_bytes()
+    except OSError as e:
+        raise InputError(f"{where}: {e.strerror}") from e
 
 
 def _refuse(e: OSError) -> None:

@@ -1,4 +1,4 @@
-"""German traffic signs: the official folders of PPM images with their CSV files, or a tree train/<class>/, test/<class>/.
+"""German traffic signs: the official folders of PPM images with their CSV files, or a tree {train,test}/<class>/.
 
 Images are stretched to 32×32 with the margin of about a tenth that the official images have around the sign. The CSV
 files also give the sign's own box (Roi); we do not crop to it, as in the tree layout that others publish.
@@ -49,7 +49,7 @@ def gtsrb(path: Path, reading: Reading) -> Images:
         files = Several(files.where, [Zip(path / n, reading) for n in archives])
     if not any(TRAINING.search(n) or TEST.search(n) for n in files.names):
         return from_files("gtsrb", files, reading, owners="")
-    reading.size = reading.size or SIZE
+    reading = replace(reading, size=reading.size or SIZE)  # shares the counts with the caller's
     return imported("gtsrb", files, _entries(files, reading), reading)
 
 
@@ -60,5 +60,33 @@ def _entries(files: Files, reading: Reading) -> list[Entry]:
         if test or TRAINING.search(listing):
             entries += _listed(files, listing, reading, test=test)
     if not all(any(entry.test is split for entry in entries) for split in (False, True)):
-        raise InputError(f"{files.where}: needs the training images with GT-<class>.csv and the test's GT-final_test.csv")
+        raise InputError(
+            f"{files.where}: needs the training images with GT-<class>.csv and the test's GT-final_test.csv"
+        )
     return sorted(entries)
+
+
+def _listed(files: Files, listing: str, reading: Reading, *, test: bool) -> list[Entry]:
+    """The images that one CSV file names; test images lie in Final_Test/Images, wherever their list lies."""
+    beside = {PurePosixPath(n).name: n for n in files.names if n.endswith(".ppm") and _belongs(n, listing, test=test)}
+    entries = []
+    try:
+        rows = list(csv.DictReader(io.StringIO(files.read(listing).decode("utf-8-sig")), delimiter=";", strict=True))
+    except (csv.Error, UnicodeDecodeError) as e:
+        raise InputError(f"{files.where}: {listing}: not a CSV file ({e})") from e
+    for row in rows:
+        file, label = row.get("Filename"), row.get("ClassId")
+        if file is None or label is None:
+            raise InputError(f"{files.where}: {listing}: no column 'Filename' or 'ClassId'")
+        if not (label.isdecimal() and int(label) < CLASSES):
+            reading.bad(f"{files.where}: {listing}: class '{label}' of {file} is not 0 to {CLASSES - 1}")
+        elif file not in beside:
+            reading.bad(f"{files.where}: {listing}: {file} is not there")
+        else:
+            entries.append(Entry(beside[file], f"{int(label):02d}", test))
+    return entries
+
+
+def _belongs(name: str, listing: str, *, test: bool) -> bool:
+    parent = PurePosixPath(name).parent
+    return parent.parts[-2:] == ("Final_Test", "Images") if test else parent == PurePosixPath(listing).parent

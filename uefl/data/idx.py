@@ -8,6 +8,7 @@ import math
 import re
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from uefl.data.images import Images
 from uefl.data.reading import Reading
 from uefl.errors import InputError
 
-CLOTHES = "T-shirt/top Trouser Pullover Dress Coat Sandal Shirt Sneaker Bag Ankle-boot".split()
+CLOTHES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 LETTERS = [chr(c) for c in range(ord("a"), ord("z") + 1)]
 
 
@@ -41,7 +42,7 @@ def emnist_letters(path: Path, reading: Reading) -> Images:
     if outer:
         files = opened(path / outer[0], reading)
     images = _read("emnist-letters", files, tuple(LETTERS), reading, prefix="emnist-letters-", first=1)
-    return Images(**{**vars(images), "x": images.x.transpose(-1, -2).contiguous()})
+    return replace(images, x=images.x.transpose(-1, -2).contiguous())
 
 
 def _read(

@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 
 from uefl.data.entries import Entry, imported
+from uefl.data.files import read_bytes
 from uefl.data.images import Images
 from uefl.data.reading import Reading
 from uefl.errors import InputError
@@ -24,15 +25,12 @@ class Listed:
         self.folders: list[str] = []
 
     def read(self, name: str) -> bytes:
-        try:
-            return (self._folder / name).read_bytes()
-        except (OSError, ValueError) as e:
-            raise InputError(f"{self.where}: {name}: {getattr(e, 'strerror', None) or e}") from e
+        return read_bytes(self._folder / name, f"{self.where}: {name}")
 
     def size(self, name: str) -> int:
         try:
             return (self._folder / name).stat().st_size
-        except (OSError, ValueError):
+        except OSError:
             return 0  # `read` will say why
 
 
@@ -48,6 +46,18 @@ def manifest(name: str, path: Path, reading: Reading) -> Images:
         split = (row.get("split") or "").strip().lower()
         entries.append(Entry(row["path"].strip(), row["label"].strip(), SPLITS[split], row["silo"].strip()))
     return imported(name, Listed(path), sorted(entries), reading, owners="silo")
+
+
+def stamps(path: Path) -> list[str]:
+    """Size and time of every listed file: the list's own bytes do not tell when an image was changed."""
+    lines = []
+    for row in _rows(path):
+        try:
+            at = (path.parent / (row["path"] or "").strip()).stat()
+        except (OSError, ValueError):
+            continue  # the importer will say why
+        lines.append(f"{at.st_size} {at.st_mtime_ns}")
+    return lines
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -69,5 +79,7 @@ def _wrong(row: dict[str, str]) -> str:
     for column in COLUMNS:
         if not (row[column] or "").strip():
             return f"'{column}' is empty"
+    if "\0" in row["path"]:
+        return "'path' holds a zero byte"
     split = (row.get("split") or "").strip()
     return "" if split.lower() in SPLITS else f"split '{split}' is neither train nor test"

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from uefl.errors import InputError
 
 Pixels = NDArray[np.uint8]  # [c, h, w]
-Box = tuple[int, int, int, int]  # left, upper, right, lower
 MOST_PIXELS = 1 << 26
 GREY = ("1", "L", "LA", "La")
 ALPHA = ("LA", "La", "RGBA", "RGBa", "PA")
@@ -34,15 +33,13 @@ FORMATS = (*USUAL, *(f for f in Image.ID if f not in (*USUAL, "EPS")))
 SUFFIXES = {suffix for suffix, kind in Image.registered_extensions().items() if kind in FORMATS and kind in Image.OPEN}
 
 
-def decoded(data: bytes, size: int | None = None, box: Box | None = None) -> tuple[Pixels, str]:
+def decoded(data: bytes, size: int | None = None) -> tuple[Pixels, str]:
     """The pixels, and a key of CONVERTED or ""; the caller knows the file's name and adds it to the error."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             _refuse(image)
             image.load()
             plain, note = _plain(_upright(image))
-            if box:
-                plain = plain.crop(box)
             if size and plain.size != (size, size):
                 plain = plain.resize((size, size), Image.Resampling.BILINEAR)
             pixels = np.array(plain, dtype=np.uint8)
@@ -67,7 +64,7 @@ def _deep(image: Image.Image) -> bool:
     """Pillow narrows some 16-bit images silently; the decoder's arguments tell."""
     if image.mode[0] in "IF":
         return True
-    for tile in image.tile:
+    for tile in getattr(image, "tile", ()):
         arguments: Any = tile[3] if isinstance(tile[3], tuple) else (tile[3],)
         if any(isinstance(a, str) and ";16" in a for a in arguments):
             return True
@@ -101,7 +98,7 @@ def _on_black(image: Image.Image, mode: str) -> Image.Image:
 
 
 def _reason(e: Exception) -> str:
-    if isinstance(e, Image.UnidentifiedImageError):
+    if isinstance(e, UnidentifiedImageError):
         return "not an image that Pillow reads"
     line = " ".join(str(e).split()) or type(e).__name__
     return f"does not decode ({line})"

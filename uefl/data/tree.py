@@ -1,9 +1,9 @@
 """Trees of images, in a folder or a zip archive: folders say the class, the split and the owner.
 
-    <class>/…                        no owner, no split
-    train/<class>/… test/<class>/…   the source's own split
-    <owner>/<class>/…                a silo, or a domain as in PACS
-    <owner>/{train,test}/<class>/…   a silo with its own split
+<class>/…                        no owner, no split
+train/<class>/… test/<class>/…   the source's own split
+<owner>/<class>/…                a silo, or a domain as in PACS
+<owner>/{train,test}/<class>/…   a silo with its own split
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ ADMITTED: dict[tuple[str, str], Any] = {
 
 
 # The unpickler in C can be made to allocate gigabytes by one forged memo index; the one in Python keeps a dict.
-class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
+class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ADMITTED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
