@@ -15,6 +15,11 @@ from uefl.errors import InputError
 Item = TypeVar("Item")
 
 
+def printable(line: str) -> str:
+    """One line for a terminal, whatever file names an archive brought along."""
+    return "".join(c if c.isprintable() else "?" for c in line)
+
+
 @dataclass
 class Reading:
     """How to read, and what is noticed on the way."""
@@ -36,7 +41,7 @@ class Reading:
         lines = [f"{count} {what}" for what, count in sorted(self.counts.items())]
         if self.skipped:
             lines.append(f"{len(self.skipped)} skipped, the first: {self.skipped[0]}")
-        return tuple(lines)
+        return tuple(map(printable, lines))
 
     def watched(self, items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
         """The items, with a bar on a terminal's stderr while they last."""

@@ -22,7 +22,7 @@ from uefl.data.idx import emnist_letters, fmnist, mnist
 from uefl.data.images import Images
 from uefl.data.manifest import manifest, stamps
 from uefl.data.places import cache_folder, found
-from uefl.data.reading import Reading
+from uefl.data.reading import Reading, printable
 from uefl.data.tree import tree
 from uefl.errors import InputError, unknown
 
@@ -118,16 +118,21 @@ def read(
         raise unknown("data set", name, SOURCES)
     if size is not None and size < 1:
         raise InputError(f"size={size} must be at least 1")
-    source = SOURCES[name]
-    if source.importer is None:
-        images = _sized(mnist5k(), size)
-    else:
-        at = _located(name, source, path, progress)
-        images = _cached(name, source.importer, at, Reading(size, skip_bad, progress))
-        images = replace(images, mean=_each(source.mean, images), std=_each(source.std, images))
+    try:
+        images = _read(name, SOURCES[name], path, Reading(size, skip_bad, progress))
+    except InputError as e:
+        raise InputError(printable(str(e))) from e
     if strict and images.warnings:
         raise InputError(f"{path or name}: {images.warnings[0]} (strict)")
     return images
+
+
+def _read(name: str, source: Source, path: str, reading: Reading) -> Images:
+    if source.importer is None:
+        return _sized(mnist5k(), reading.size)
+    at = _located(name, source, path, reading.progress)
+    images = _cached(name, source.importer, at, reading)
+    return replace(images, mean=_each(source.mean, images), std=_each(source.std, images))
 
 
 def _located(name: str, source: Source, path: str, progress: bool) -> Path:
