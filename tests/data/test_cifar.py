@@ -81,7 +81,7 @@ def test_a_pickle_that_wants_to_run_something_is_refused(tmp_path, protocol):
     ],
 )
 def test_other_pickles_are_refused(data):
-    with pytest.raises(InputError, match="^here: refused or damaged pickle"):
+    with pytest.raises(InputError, match=r"^here: refused or damaged pickle"):
         unpickled(data, "here")
 
 

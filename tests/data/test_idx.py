@@ -55,7 +55,7 @@ BROKEN = {
 def test_a_broken_file_is_named_with_its_reason(tmp_path, reason):
     files = idx_files()
     files["t10k-images-idx3-ubyte.gz"] = BROKEN[reason](files["t10k-images-idx3-ubyte.gz"])
-    with pytest.raises(InputError, match="t10k-images-idx3-ubyte.gz: ") as e:
+    with pytest.raises(InputError, match=r"t10k-images-idx3-ubyte\.gz: ") as e:
         read("mnist", str(as_folder(tmp_path, files)))
     assert reason.split(" (")[0] in str(e.value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 import zlib
@@ -22,7 +23,7 @@ from uefl.errors import InputError
 
 VERSION = 1  # of the decoder: a change in what pixels come out makes new files
 BLOCK = 1 << 22
-STALE = 86_400.0  # seconds after which another process's temporary file is a dead one's
+STALE = 86_400.0  # seconds after which another process's temporary folder is a dead one's
 
 
 def content_hash(path: Path, *settings: object) -> str:
@@ -49,35 +50,34 @@ def load(file: Path) -> Images | None:
     """The images in a cached file, or None where there is none, or a damaged one."""
     try:
         with safe_open(file, framework="pt") as cached:
-            told = cached.metadata() or {}
+            about, checksum = json.loads((cached.metadata() or {})["images"])
             tensors = {name: cached.get_tensor(name) for name in cached.keys()}  # noqa: SIM118, it is no dict
-        if int(told["checksum"]) != _checksum(told["about"], tensors):
+        if checksum != _checksum(about, tensors):
             return None
-        about: dict[str, Any] = json.loads(told["about"])
-        return Images(**{k: tuple(v) if isinstance(v, list) else v for k, v in about.items()} | tensors)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        told: dict[str, Any] = json.loads(about)
+        return Images(**{k: tuple(v) if isinstance(v, list) else v for k, v in told.items()} | tensors)
+    except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
 def store(images: Images, file: Path) -> None:
-    """Write the images beside their name and move them there whole: a reader sees all of it or nothing."""
+    """Write the images in a folder of their own and move them to their name whole: a reader sees all or nothing."""
     values = {f.name: getattr(images, f.name) for f in fields(images)}
     tensors = {name: v.contiguous() for name, v in values.items() if isinstance(v, Tensor)}
     about = json.dumps({name: v for name, v in values.items() if v is not None and name not in tensors})
     file.parent.mkdir(parents=True, exist_ok=True)
     _sweep(file.parent)
-    handle, name = tempfile.mkstemp(prefix=f".{file.stem}-", suffix=".tmp", dir=file.parent)
-    os.close(handle)
+    # A folder, because safetensors writes beside the name it is given under a name it does not tell.
+    aside = Path(tempfile.mkdtemp(prefix=f".{file.stem}-", suffix=".tmp", dir=file.parent))
     try:
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp is private, but a data folder may be a group's
-        save_file(tensors, name, {"about": about, "checksum": str(_checksum(about, tensors))})
-        _flush(Path(name))
-        os.replace(name, file)
+        whole = aside / file.name
+        save_file(tensors, whole, {"images": json.dumps([about, _checksum(about, tensors)])})
+        whole.chmod(0o666 & ~_umask())  # safetensors makes it private, but a data folder may be a group's
+        _flush(whole)
+        os.replace(whole, file)
         _flush(file.parent)
-    except BaseException:  # also an interrupt: nothing half-written stays
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    finally:  # also after an interrupt: nothing half-written stays
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:
@@ -117,4 +117,4 @@ def _sweep(folder: Path) -> None:
     for left in folder.glob(".*.tmp"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > STALE:
-                left.unlink()
+                shutil.rmtree(left)

@@ -16,8 +16,8 @@ from uefl.errors import InputError
 def checked(images: Images, reading: Reading) -> Images:
     """Leave out (or refuse) what cannot be trained with, and count what is odd."""
     images = _without_unknown_classes(_without_untrained_silos(images, reading), reading)
-    warnings = [*_one_class(images), *_in_both_splits(images)]
-    return replace(images, skipped=len(reading.skipped), warnings=tuple(map(printable, warnings)), notes=reading.notes())
+    warnings = map(printable, [*_one_class(images), *_in_both_splits(images)])
+    return replace(images, skipped=len(reading.skipped), warnings=tuple(warnings), notes=reading.notes())
 
 
 def _without_untrained_silos(images: Images, reading: Reading) -> Images:

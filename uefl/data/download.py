@@ -8,7 +8,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
 
 from rich.console import Console
@@ -81,9 +81,17 @@ def _shown(response: HTTPResponse, name: str, have: int, total: int | None, prog
     columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
         task = bar.add_task(name, total=total, completed=have)
-        while block := response.read(BLOCK):
+        while block := _block(response):
             yield block
             bar.update(task, advance=len(block))
+
+
+def _block(response: HTTPResponse) -> bytes:
+    """The next bytes; newer Pythons raise at a premature end and hand over the last bytes with the error."""
+    try:
+        return response.read(BLOCK)
+    except IncompleteRead as e:
+        return e.partial
 
 
 def _digest(file: Path, like: str) -> str:

@@ -96,7 +96,7 @@ SOURCES: dict[str, Source] = {
     "pacs": Source(
         "PACS: 9991 things of 7 classes in 4 domains, colour",
         _pacs,
-        ("pacs", "PACS", "pacs.zip", "PACS.zip"),
+        ("pacs", "PACS", "PACS.zip", "pacs.zip"),
         (),
         *IMAGENET,
     ),
