@@ -54,9 +54,17 @@ def imported(name: str, files: Files, entries: Sequence[Entry], reading: Reading
 
 def indexed(names: Sequence[str]) -> tuple[tuple[str, ...], Tensor]:
     """The different names, numbers in their order and words in the alphabet's, and where each name stands."""
-    known = sorted(set(names), key=lambda n: (not n.isdecimal(), int(n) if n.isdecimal() else 0, n))
+    known = sorted(set(names), key=_natural)
     at = {name: i for i, name in enumerate(known)}
     return tuple(known), torch.tensor([at[name] for name in names], dtype=torch.int64)
+
+
+def _natural(name: str) -> tuple[bool, int, str, str]:
+    """Numbers by value, without making them one: int() refuses a name of 5000 digits."""
+    if not (name.isascii() and name.isdecimal()):
+        return True, 0, name, name
+    digits = name.lstrip("0")
+    return False, len(digits), digits, name
 
 
 def _stacked(files: Files, entries: Sequence[Entry], reading: Reading) -> tuple[Tensor, list[int]]:

@@ -20,7 +20,7 @@ from uefl.data.tree import from_files
 from uefl.errors import InputError
 
 SIZE = 32
-CLASSES = 43
+CLASSES = {"": 0} | {str(c): c for c in range(1, 43)}  # by their digits, leading zeros apart
 TRAINING = re.compile(r"(^|/)(Training|Final_Training/Images)/\d{5}/GT-\d{5}\.csv$")
 TEST = re.compile(r"(^|/)GT-final_test\.csv$")
 
@@ -78,12 +78,12 @@ def _listed(files: Files, listing: str, reading: Reading, *, test: bool) -> list
         file, label = row.get("Filename"), row.get("ClassId")
         if file is None or label is None:
             raise InputError(f"{files.where}: {listing}: no column 'Filename' or 'ClassId'")
-        if not (label.isdecimal() and int(label) < CLASSES):
-            reading.bad(f"{files.where}: {listing}: class '{label}' of {file} is not 0 to {CLASSES - 1}")
+        if label.lstrip("0") not in CLASSES:
+            reading.bad(f"{files.where}: {listing}: class '{label}' of {file} is not 0 to 42")
         elif file not in beside:
             reading.bad(f"{files.where}: {listing}: {file} is not there")
         else:
-            entries.append(Entry(beside[file], f"{int(label):02d}", test))
+            entries.append(Entry(beside[file], f"{CLASSES[label.lstrip('0')]:02d}", test))
     return entries
 
 
