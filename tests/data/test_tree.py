@@ -1,9 +1,11 @@
+import os
 import zipfile
 
 import pytest
 import torch
 from making import as_folder, as_zip, encoded, pixels, png
 
+from uefl.data.entries import WORTH_THREADS
 from uefl.data.sources import read
 from uefl.errors import InputError
 
@@ -172,3 +174,37 @@ def test_a_folder_needs_a_path_and_a_name_must_be_known():
         read("folder")
     with pytest.raises(InputError, match="unknown data set 'imagenet'; known: mnist5k, mnist"):
         read("imagenet")
+
+
+def test_large_files_decoded_in_threads_keep_their_order(tmp_path):
+    files = {f"{'xy'[i % 2]}/{i:03d}.png": png(i, (90, 90, 3)) for i in range(70)}
+    assert len(files["x/000.png"]) > WORTH_THREADS
+    images = read("folder", str(as_zip(tmp_path / "t.zip", files)))
+    for row, name in enumerate(sorted(files)):
+        assert torch.equal(images.x[row], torch.from_numpy(pixels(int(name[2:5]), (90, 90, 3))).permute(2, 0, 1))
+
+
+def test_a_silo_may_be_a_link_and_a_link_may_not_lead_in_circles(tmp_path):
+    elsewhere = as_folder(tmp_path / "mounted", {k.partition("/")[2]: v for k, v in SILOS.items() if "south" in k})
+    tree = as_folder(tmp_path / "tree", {k: v for k, v in SILOS.items() if "north" in k})
+    (tree / "south").symlink_to(elsewhere)
+    (tree / "north" / "again").symlink_to(tree)
+    images = read("folder", str(tree))
+    assert images.silos == ("north", "south")
+    assert len(images.y) == len(SILOS)
+
+
+def test_a_dangling_link_is_refused_or_skipped(tmp_path):
+    (as_folder(tmp_path, SILOS) / "north" / "cat" / "7.png").symlink_to(tmp_path / "gone.png")
+    with pytest.raises(InputError, match=r"north/cat/7\.png: No such file"):
+        read("folder", str(tmp_path))
+    assert read("folder", str(tmp_path), skip_bad=True).skipped == 1
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(as_folder(tmp_path, SILOS) / "north" / "cat" / "7.png")
+    with pytest.raises(InputError, match="not a regular file"):
+        read("folder", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe.zip")
+    with pytest.raises(InputError, match="neither a file nor a folder"):
+        read("folder", str(tmp_path / "pipe.zip"))

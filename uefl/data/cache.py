@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from uefl.data.files import walked
 from uefl.data.images import Images
 from uefl.errors import InputError
 
@@ -82,7 +83,7 @@ def store(images: Images, file: Path) -> None:
 
 def _listing(folder: Path) -> list[tuple[str, int, int]]:
     rows = []
-    for here, _, names in os.walk(folder):
+    for here, _, names in walked(folder):
         for name in names:
             file = os.path.join(here, name)
             at = os.stat(file, follow_symlinks=os.path.exists(file))  # a dangling link is the importer's to refuse

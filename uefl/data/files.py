@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
@@ -35,11 +36,10 @@ class Folder:
         self._path = path
         self.names: list[str] = []
         self.folders: list[str] = []
-        for here, folders, names in os.walk(path, onerror=_refuse):
-            folders[:] = sorted(f for f in folders if not _clutter(f))
+        for here, folders, names in walked(path):
             below = Path(here).relative_to(path)
             self.folders += [(below / f).as_posix() for f in folders]
-            self.names += [(below / f).as_posix() for f in names if not _clutter(f)]
+            self.names += [(below / f).as_posix() for f in names]
         self.names.sort()
         self.folders.sort()
 
@@ -103,6 +103,19 @@ def opened(path: Path, reading: Reading) -> Files:
     if not regular:
         raise InputError(f"{path}: neither a file nor a folder")
     return Folder(path) if folder else Zip(path, reading)
+
+
+def walked(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """`os.walk` in order, without clutter; links to folders are followed, since a silo may be mounted elsewhere."""
+    for here, folders, names in os.walk(path, onerror=_refuse, followlinks=True):
+        folders[:] = sorted(f for f in folders if not _clutter(f) and not _loops(here, f))
+        yield here, folders, [name for name in names if not _clutter(name)]
+
+
+def _loops(here: str, folder: str) -> bool:
+    """Whether a folder is a link to one that holds it."""
+    link = os.path.join(here, folder)
+    return os.path.islink(link) and Path(os.path.realpath(here)).is_relative_to(os.path.realpath(link))
 
 
 def read_bytes(path: Path, where: str) -> bytes:

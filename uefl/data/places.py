@@ -20,16 +20,16 @@ def found(names: Iterable[str], system: Iterable[str] = ()) -> Path | None:
     given = os.environ.get("UEFL_DATA")
     roots = [*([Path(given)] if given else []), _xdg()]
     places = [root / name for root in roots for name in names] + [Path(place) for place in system]
-    return next((place for place in places if place.exists()), None)
+    return next((place for place in places if os.path.exists(place)), None)
 
 
 def _xdg() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uefl"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "uefl"
 
 
 def _writable(folder: Path) -> bool:
     """A folder without write permission is a library and stays untouched, also by root, whom nothing else stops."""
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
     try:
         return bool(folder.stat().st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH)) and os.access(folder, os.W_OK)

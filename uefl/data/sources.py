@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -138,7 +139,7 @@ def _read(name: str, source: Source, path: str, reading: Reading) -> Images:
 def _located(name: str, source: Source, path: str, progress: bool) -> Path:
     """The path the user gave, else the first known place, else a download."""
     if path:
-        return Path(path).expanduser()
+        return Path(os.path.expanduser(path))
     if name == "folder":
         raise InputError("folder needs a path: your own folder, zip archive or CSV list")
     at = found(source.places, source.system)
