@@ -50,10 +50,11 @@ def test_cmyk_becomes_rgb_and_is_counted(tmp_path):
     assert images.notes == ("2 CMYK images turned into RGB without colour profile",)
 
 
-def test_photos_stand_upright():
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_photos_stand_upright(kind):
     exif = Image.Exif()
     exif[274] = 6  # turn by 90° clockwise to see it upright
-    arrived, _ = decoded(encoded(COLOUR, exif=exif))
+    arrived, _ = decoded(encoded(COLOUR, kind, exif=exif))
     assert np.array_equal(arrived, np.rot90(COLOUR, -1).transpose(2, 0, 1))
 
 

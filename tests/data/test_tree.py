@@ -145,6 +145,12 @@ def test_a_tree_that_is_none_says_what_stands_in_the_way(tmp_path, extra, reason
         read("folder", str(as_folder(tmp_path, files | extra)))
 
 
+def test_silos_below_a_split_are_not_taken_for_a_wrapping_folder(tmp_path):
+    path = str(as_folder(tmp_path, {f"train/{name}": data for name, data in SILOS.items()}))
+    with pytest.raises(InputError, match="folder 'north' stands where train and test do"):
+        read("folder", path)
+
+
 def test_a_class_without_training_images_goes_when_bad_is_skipped(tmp_path):
     files = {"train/cat/1.png": png(1), "train/dog/1.png": png(2), "test/bee/2.png": png(3), "test/dog/2.png": png(4)}
     images = read("folder", str(as_folder(tmp_path, files)), skip_bad=True)
@@ -167,6 +173,18 @@ def test_names_cannot_write_on_the_terminal(tmp_path):
     path = str(as_zip(tmp_path / "t.zip", SILOS | {"north/cat/\x1b[2J\n.png": b"?"}))
     with pytest.raises(InputError, match=r"north/cat/\?\[2J\?\.png"):
         read("folder", path)
+
+
+def test_a_terminal_sees_a_bar_whatever_the_path_is_called(tmp_path, monkeypatch, capsys):
+    path = as_folder(tmp_path / "a[", {f"b]/{name}": data for name, data in SILOS.items()}) / "b]"
+    assert "[/b]" in str(path)
+    quiet = read("folder", str(path), progress=False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    loud = read("folder", str(path), size=8)
+    assert "decoding" in capsys.readouterr().err
+    assert torch.equal(quiet.x, loud.x)
 
 
 def test_a_folder_needs_a_path_and_a_name_must_be_known():

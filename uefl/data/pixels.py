@@ -74,7 +74,7 @@ def _deep(image: Image.Image) -> bool:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    if "exif" in image.info or image.format == "TIFF":
+    if "exif" in image.info:
         return ImageOps.exif_transpose(image)
     return image
 

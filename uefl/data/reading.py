@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
 from uefl.errors import InputError
@@ -49,4 +50,4 @@ class Reading:
         if not (self.progress and console.is_terminal):
             yield from items
             return
-        yield from track(items, what, total=total, console=console, transient=True)
+        yield from track(items, escape(printable(what)), total=total, console=console, transient=True)
