@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from uefl.data.concerns import concerns
 from uefl.data.cuts import CUTS
 from uefl.data.embedded import mnist5k
 from uefl.data.images import Images
@@ -101,7 +102,10 @@ class Data:
     def load(self, seed: int) -> tuple[list[Silo], Images]:
         """The silos, and the images they were cut from."""
         images = first_classes(SOURCES[self.name](), self.only)
-        return self.divide(images, seed), images
+        silos = self.divide(images, seed)
+        if self.strict and (odd := concerns(silos)):
+            raise InputError(odd[0])
+        return silos, images
 
     def divide(self, images: Images, seed: int) -> list[Silo]:
         """Cut these images into silos."""

@@ -63,7 +63,7 @@ def _split(data: Data, found: list[Domain], seed: int) -> list[Share]:
     counts = allotted([len(d.images) - h for d, h in zip(ready, held)], sum(data.silos) or len(ready))
     shares = [s for d, h, count in zip(ready, held, counts) for s in _chunks(d, h, count)]
     name = f"{target.owner.name}-held-out"
-    return [*shares, Share(target.owner._replace(name=name), NOBODY, NOBODY, target.images)]
+    return [Share(target.owner._replace(name=name), NOBODY, NOBODY, target.images), *shares]
 
 
 def _shuffled(domain: Domain, seed: int) -> Domain:
