@@ -50,9 +50,7 @@ def quantity(data: Data, images: Images, seed: int) -> list[Share]:
     pool, silos = _limited(data, images, seed), owners(data.silos, data.shifts)
     spare = len(pool.train) - _LEAST * len(silos)
     if spare < 0:
-        raise InputError(
-            f"cut=quantity: {len(silos)} silos of at least {_LEAST} need more than {len(pool.train)} images"
-        )
+        raise InputError(f"cut=quantity: {len(silos)} silos need {_LEAST} images each, there are {len(pool.train)}")
     parts = _draw(data, seed).dirichlet(np.full(len(silos), data.alpha))
     ends = np.floor(np.cumsum(parts) * spare + 0.5).astype(np.int64)
     ends[-1] = spare
