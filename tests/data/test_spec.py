@@ -108,6 +108,7 @@ def test_a_silo_of_one_class_is_a_concern_and_strict_refuses_it() -> None:
         ({"test_part": -0.1}, "test_part=-0.1"),
         ({"alpha": 0.0}, "alpha=0.0"),
         ({"alpha": float("nan")}, "alpha=nan"),
+        ({"alpha": float("inf")}, "alpha=inf"),
         ({"labels": 0}, "labels=0"),
         ({"test_labels": "mine"}, "unknown test_labels 'mine'; known: all, own"),
         ({"target": "rotate:0"}, "needs cut=held-out"),

@@ -17,7 +17,7 @@ SETS: dict[str, dict[str, Any]] = {
     "mnist5k": {},
     "mnist": _PAPER,
     "fmnist": _PAPER,
-    "emnist": {**_PAPER, "only": 10},  # FedCR takes the letters a to j
+    "emnist-letters": {**_PAPER, "only": 10},  # FedCR takes the letters a to j
     "gtsrb": _PAPER,
     "cifar10": _PAPER,
     "cifar100": {**_PAPER, "train": 4000},

@@ -18,9 +18,8 @@ class Images:
     test: Tensor  # bool [n]: the source's own test split
     domain: Tensor | None = None  # int64 [n], an index into `domains`
     domains: tuple[str, ...] = ()
-    silo: Tensor | None = None  # int64 [n], an index into `silos`, where the source says who owns an image
-    silos: tuple[str, ...] = ()
-    mean: tuple[float, ...] = (
-        0.5,
-    )  # fixed per data set, one per channel, of pixels in [0, 1]; never pooled from silos
+    # Fixed per data set, one per channel, of pixels in [0, 1]; never pooled from silos.
+    mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
+    silo: Tensor | None = None  # int64 [n], an index into `silos`: the owner that the source itself names
+    silos: tuple[str, ...] = ()

@@ -70,8 +70,8 @@ class Data:
         for name in ("test_part", "validation"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        if not self.alpha > 0:
-            raise InputError(f"alpha={self.alpha} must be above 0")
+        if not 1e-9 <= self.alpha <= 1e9:  # beyond, Dirichlet draws lose their meaning in double precision
+            raise InputError(f"alpha={self.alpha} must be between 1e-9 and 1e9")
         if self.labels < 1:
             raise InputError(f"labels={self.labels} must be 1 or more")
         if min((*self.silos, *self.sizes), default=1) < 1:

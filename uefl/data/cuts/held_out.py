@@ -58,6 +58,8 @@ def _split(data: Data, found: list[Domain], seed: int) -> list[Share]:
     if data.target not in keys:
         raise unknown("target", data.target, keys)
     target = found.pop(keys.index(data.target))
+    if not found or not len(target.images):
+        raise InputError(f"cut={data.cut}: target {data.target} needs images, and another domain to learn from")
     ready = [_shuffled(d, seed) for d in found]
     held = [round(len(d.images) * data.validation) for d in ready]
     counts = allotted([len(d.images) - h for d, h in zip(ready, held)], sum(data.silos) or len(ready))
