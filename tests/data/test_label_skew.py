@@ -119,6 +119,16 @@ def test_test_labels_are_the_silos_own_or_those_of_all(cut: str, test: float) ->
         assert np.mean(gaps) < 0.06
 
 
+@pytest.mark.parametrize("whose", ["own", "all"])
+@pytest.mark.parametrize(("train", "test"), [(90, 30), (90, 0), (0, 30)])
+def test_label_skew_keeps_to_the_sizes_asked_for(train: int, test: int, whose: str) -> None:
+    data = replace(defaults("mnist5k", "dirichlet"), train=train, test=test, test_part=0.25, test_labels=whose)
+    for s in data.shares(synthetic(1200), 0):
+        assert (len(s.train) + len(s.validation), len(s.test)) == (90, 30)
+    with pytest.raises(InputError, match="these silos need"):
+        replace(data, train=train * 2, test=test * 4).shares(synthetic(1200), 0)
+
+
 def test_validation_has_the_labels_of_training() -> None:
     images = synthetic(60000)
     for s in replace(defaults("mnist5k", "vhl"), silos=(10,)).shares(images, 0):

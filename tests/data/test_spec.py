@@ -127,8 +127,8 @@ def test_bad_values_are_refused_in_one_line(change: dict[str, Any], says: str) -
     [
         ({"train": 5000}, "these silos need 45990 images, mnist5k has 6000"),
         ({"shifts": (), "silos": (1, 1)}, "each of art, cartoon, photo, sketch"),
-        ({"cut": "quantity", "silos": (3, 3, 900)}, "10 images each"),
-        ({"cut": "classes", "silos": (3, 3, 2000)}, "no "),
+        ({"cut": "quantity", "silos": (3, 3, 900), "train": 0, "test": 0}, "10 images each"),
+        ({"cut": "classes", "silos": (3, 3, 2000), "train": 0, "test": 0}, "no "),
         ({"cut": "given", "shifts": ("none", "hue:3")}, "one for each of anna, bert"),
     ],
 )

@@ -85,3 +85,9 @@ def kept(n: int, validation: float) -> int:
 def pieces(order: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Consecutive pieces of these sizes; what is left over belongs to nobody."""
     return list(torch.split(order[: sum(sizes)], list(sizes)))
+
+
+def enough(name: str, need: int, have: int, kind: str = "") -> None:
+    """Refuse to cut more than there is."""
+    if need > have:
+        raise InputError(f"these silos need {need} {kind}images, {name} has {have}: lower train, test or silos")

@@ -39,8 +39,8 @@ class Data:
     cut: str = "domains"  # one of CUTS
     shifts: tuple[str, ...] = ("rotate:0", "rotate:-50", "rotate:120")  # one domain each; (): the source's own domains
     silos: tuple[int, ...] = (3, 3, 3)  # silos of each domain; held-out: of all source domains together
-    train: int = 440  # images a silo trains with, its validation part included; 0: share all there are
-    sizes: tuple[int, ...] = ()  # the same, silo by silo
+    train: int = 440  # images a silo trains with, validation included (held-out: a domain's, at most); 0: all
+    sizes: tuple[int, ...] = ()  # the same, silo by silo, for cut=domains
     test: int = 110  # test images a silo; 0: share all there are
     test_part: float = 0.2  # of a silo's images, where the source has no test split of its own and test is 0
     test_labels: str = "all"  # whose mix of labels the test images have under label skew: all silos', or the silo's own

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from uefl.data.images import Images
-from uefl.data.share import Owner, Pool, Share, numbers, owners, pieces, pooled, share
+from uefl.data.share import Owner, Pool, Share, enough, numbers, owners, pieces, pooled, share
 from uefl.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ def _dealt(data: Data, pool: Pool, silos: list[Owner], given: Sequence[int]) -> 
     """Deal consecutive pieces of the pool."""
     sizes, tests = _sizes(data, pool, len(silos), given)
     if pool.test is None:
-        _enough(data, sum(sizes) + sum(tests), len(pool.train), "")
+        enough(data.name, sum(sizes) + sum(tests), len(pool.train))
         both = pieces(pool.train, [n + t for n, t in zip(sizes, tests)])
         return [share(o, b[:n], b[n:], data.validation) for o, b, n in zip(silos, both, sizes)]
-    _enough(data, sum(sizes), len(pool.train), "training ")
-    _enough(data, sum(tests), len(pool.test), "test ")
+    enough(data.name, sum(sizes), len(pool.train), "training ")
+    enough(data.name, sum(tests), len(pool.test), "test ")
     parts = zip(silos, pieces(pool.train, sizes), pieces(pool.test, tests))
     return [share(owner, train, test, data.validation) for owner, train, test in parts]
 
@@ -69,8 +69,3 @@ def _sizes(data: Data, pool: Pool, silos: int, given: Sequence[int]) -> tuple[li
         test = data.test or round(each * data.test_part)
         train = max(each - test, 0)
     return list(given or (train,) * silos), [test] * silos
-
-
-def _enough(data: Data, need: int, have: int, kind: str) -> None:
-    if need > have:
-        raise InputError(f"these silos need {need} {kind}images, {data.name} has {have}: lower train, test or silos")

@@ -14,7 +14,7 @@ from torch import Tensor
 from uefl.data.cuts import labels
 from uefl.data.cuts.labels import Counts
 from uefl.data.images import Images
-from uefl.data.share import Owner, Pool, Share, owners, pieces, pooled, share
+from uefl.data.share import Owner, Pool, Share, enough, owners, pieces, pooled, share
 from uefl.errors import InputError
 from uefl.noise import key, permutation
 
@@ -79,22 +79,33 @@ def _limited(data: Data, images: Images, seed: int) -> Pool:
     train, test = pooled(images, seed, merge=data.merge)
     silos = sum(data.silos)
     if test is not None:
+        enough(data.name, data.train * silos, len(train), "training ")
+        enough(data.name, data.test * silos, len(test), "test ")
         return Pool(train[: data.train * silos or None], test[: data.test * silos or None])
-    if data.train and data.test:
-        train = train[: (data.train + data.test) * silos]
+    part = _test_part(data, len(train))
+    if data.train:
+        need = round(data.train / (1 - part)) * silos
+        enough(data.name, need, len(train))
+        train = train[:need]
     if data.test_labels == "own":
         return Pool(train, None)
-    aside = round(len(train) * _test_part(data))
+    aside = round(len(train) * part)
     return Pool(train[aside:], train[:aside])
 
 
-def _test_part(data: Data) -> float:
-    return data.test / (data.train + data.test) if data.train and data.test else data.test_part
+def _test_part(data: Data, n: int) -> float:
+    """The part of n images that tests, where the source does not say."""
+    if not data.test:
+        return data.test_part
+    both = (data.train + data.test) * sum(data.silos) if data.train else n
+    enough(data.name, data.test * sum(data.silos) + 1, both)
+    return data.test * sum(data.silos) / both
 
 
 def _torn(data: Data, silos: list[Owner], own: list[Tensor]) -> list[Share]:
     """Tear each silo's own images into training and test."""
-    tests = [max(1, round(len(mine) * _test_part(data))) for mine in own]
+    part = _test_part(data, sum(map(len, own)))
+    tests = [max(1, round(len(mine) * part)) for mine in own]
     return [share(o, mine[t:], mine[:t], data.validation) for o, mine, t in zip(silos, own, tests)]
 
 
