@@ -1,6 +1,8 @@
 """Images, and how they are cut into silos."""
 
+from uefl.data.cuts import CUTS
+from uefl.data.defaults import defaults
 from uefl.data.images import Images
 from uefl.data.spec import SOURCES, Data
 
-__all__ = ["SOURCES", "Data", "Images"]
+__all__ = ["CUTS", "SOURCES", "Data", "Images", "defaults"]
