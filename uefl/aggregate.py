@@ -45,8 +45,8 @@ class Mean:
 def flaw(reply: Reply, state: State, row: Tensor) -> str:
     """Why a reply must not be averaged, or nothing: one poisoned silo must not poison the others."""
     expected = gathered(state, row)
-    if reply.count <= 0:
-        return f"count {reply.count} is not positive"
+    if reply.size <= 0:
+        return f"size {reply.size} is not positive"
     if set(reply.tensors) != set(expected):
         odd = sorted(set(reply.tensors) ^ set(expected))
         return f"tensor {odd[0]} is {'missing' if odd[0] in expected else 'not expected'}"

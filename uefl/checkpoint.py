@@ -53,7 +53,7 @@ def save_tensors(path: Path, tensors: State, values: dict[str, Any]) -> None:
 
 def load_tensors(path: Path) -> tuple[State, dict[str, Any]]:
     """Tensors and header of a file that `save_tensors` wrote."""
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, framework="pt") as file:
         values = json.loads(file.metadata()["uefl"])
         return {name: file.get_tensor(name) for name in file.keys()}, values  # noqa: SIM118
 

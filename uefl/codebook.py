@@ -21,7 +21,7 @@ class Coded(NamedTuple):
     """Features after discretization."""
 
     z: Tensor  # [B, l, d] words in place of segments; the gradient passes straight through to the features
-    index: Tensor  # [B, l, s] which word
+    chosen: Tensor  # [B, l, s] which word
     commitment: Tensor  # ‖sg(c) − z‖², moves the encoder
     codeword: Tensor  # ‖c − sg(z)‖², moves the words
 
@@ -48,9 +48,7 @@ class Codebook(nn.Module):
 
     open: Tensor | None
 
-    def __init__(
-        self, width: int, segments: int, words: int = 0, reduction: Literal["mean", "sum"] = "mean"
-    ) -> None:
+    def __init__(self, width: int, segments: int, words: int = 0, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
         if width % segments:
             raise InputError(f"segments={segments} does not divide the encoder's {width} channels")

@@ -16,7 +16,9 @@ from uefl.data import Data
 from uefl.errors import InputError
 from uefl.federation import Silo
 from uefl.models.encoders import encoder
+from uefl.models.frozen import freeze_norm_statistics
 from uefl.models.net import Ensemble, Net
+from uefl.models.weights import load_weights
 from uefl.noise import key
 from uefl.settings import plain
 
@@ -29,8 +31,10 @@ class Architecture:
     """The network, codebook apart."""
 
     encoder: str = "residual"
-    width: int = 64  # channels of the residual encoder's first block
-    depth: int = 3  # its blocks
+    width: int = 0  # of the encoder: channels of the residual one's first block; 0: the encoder's own
+    depth: int = 0  # blocks of the residual encoder; 0: its own
+    pool: bool = False  # average an encoder's map to one token
+    frozen_norms: bool = False  # batch norm keeps the statistics it came with
     hidden: int = 512  # of the classifier
     dropout: float = 0.1
     dropout_at: Literal["hidden", "logits"] = "hidden"  # D2
@@ -41,7 +45,7 @@ class Architecture:
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout={self.dropout} must be at least 0 and less than 1")
-        for name in ("width", "depth", "hidden", "members"):
+        for name in ("hidden", "members"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
 
@@ -53,7 +57,7 @@ class Architecture:
 
     def _member(self, shape: tuple[int, ...], classes: int, dropout: float) -> Net:
         return Net(
-            encoder(self.encoder, shape, width=self.width, depth=self.depth, pretrained=self.pretrained),
+            self._encoder(shape),
             classes,
             shape,
             hidden=self.hidden,
@@ -61,6 +65,13 @@ class Architecture:
             dropout_at=self.dropout_at,
             normalise=self.normalise,
         )
+
+    def _encoder(self, shape: tuple[int, ...]) -> nn.Module:
+        asked = {name: getattr(self, name) for name in ("width", "depth", "pool") if getattr(self, name)}
+        built = encoder(self.encoder, shape[0], size=shape[-1], **asked)
+        if self.pretrained:
+            load_weights(built, self.pretrained)
+        return freeze_norm_statistics(built) if self.frozen_norms else built
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,5 +114,5 @@ def fingerprint(silos: Sequence[Silo]) -> str:
         total.update(f"{silo.name}\x1f{silo.domain}\x1f".encode())
         for tensor in (*silo.train, *silo.validation, *silo.test):
             total.update(str(tuple(tensor.shape)).encode())
-            total.update(memoryview(tensor.contiguous().numpy()).cast("B") if tensor.numel() else b"")
+            total.update(tensor.contiguous().numpy().tobytes())
     return total.hexdigest()[:16]

@@ -65,7 +65,7 @@ class Reply(NamedTuple):
     """What one silo answers; `refused` says why it is not to be used."""
 
     who: str
-    count: int  # n_k
+    size: int  # n_k, its training examples
     tensors: State = {}  # trained weights, its own rows of the words
     answers: Mapping[str, State] = {}  # measurements, by name
     extra: State = {}  # what a method sends beside the weights

@@ -46,7 +46,7 @@ def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest centroid of every point, and the squared distance to it."""
     half, transposed = -0.5 * centroids.square().sum(1), centroids.t().contiguous()
     labels, closeness = [], []
-    for block in points.split(max(1, CHUNK // len(centroids))):
+    for block in torch.split(points, max(1, CHUNK // len(centroids))):
         best = torch.addmm(half, block, transposed).max(1)  # z·c − |c|²/2 is largest where |z−c|² is smallest
         labels.append(best.indices)
         closeness.append(best.values)

@@ -36,8 +36,8 @@ def measure(model: Model, batch: Batch, passes: int) -> State:
         "nll": nll(u.mean, batch.y).double().sum(),
         "brier": brier(u.mean, batch.y).double().sum(),
         "reliability": reliability(u.mean, batch.y),
-        "distance": seen.commitment.detach() * n / len(seen.index),  # mean squared distance to the chosen words
-        "used": torch.stack([usage(i, words) for i in seen.index]),  # [M, V_k]
+        "distance": seen.commitment.detach() * n / len(seen.chosen),  # mean squared distance to the chosen words
+        "used": torch.stack([usage(i, words) for i in seen.chosen]),  # [M, V_k]
     }
     return {name: value.double() for name, value in sums.items()}
 

@@ -1,4 +1,4 @@
-"""Noise with an address: the same draw for the same (seed, silo, round, step, purpose) in every engine, on every device.
+"""Noise with an address: one draw for one (seed, silo, round, step, purpose), in every engine and on every device.
 
 A counter-based stream: element i of a draw is a hash of the key and i, in plain integer tensor operations, so it can be
 stacked, replayed and resumed, and the order in which clients run cannot change it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,17 @@ def _extension(record: Record) -> dict[str, Any]:
 def _level(rounds: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
     """mA, mE, mP, and every metric per silo and per domain, as means over some rounds."""
     names = [n for n, mine in rounds[-1]["silos"].items() if mine.get("count")]
-    silos = {n: _means(lambda metric, n=n: [r["silos"][n] for r in rounds]) for n in names}  # type: ignore[misc]
+    silos = {n: _means([r["silos"][n] for r in rounds]) for n in names}
     groups = {d: [silos[n] for n in names if domains[n] == d] for d in dict.fromkeys(domains[n] for n in names)}
     return {
         "round": [r["round"] for r in rounds],
         "mA": mean_over(silos.values(), "accuracy"),
         "mE": mean_over(silos.values(), "entropy"),
         "mP": mean_over(silos.values(), "perplexity"),
-        "domains": {d: _means(lambda metric, g=group: g) for d, group in groups.items()},  # type: ignore[misc]
+        "domains": {d: _means(group) for d, group in groups.items()},
         "silos": {n: {"domain": domains[n], **mine} for n, mine in silos.items()},
     }
 
 
-def _means(of: Callable[[str], Sequence[Record]]) -> dict[str, float]:
-    return {metric: mean_over(of(metric), metric) for metric in METRICS}
+def _means(of: Sequence[Record]) -> dict[str, float]:
+    return {metric: mean_over(of, metric) for metric in METRICS}

@@ -25,7 +25,8 @@ class Uncertainty(NamedTuple):
 
 def entropy(p: Tensor) -> Tensor:
     """−Σ p log p over the last axis."""
-    return -torch.special.xlogy(p, p).sum(-1)
+    e: Tensor = -torch.special.xlogy(p, p).sum(-1)
+    return e
 
 
 def uncertainty(p: Tensor) -> Uncertainty:
@@ -56,4 +57,5 @@ def reliability(p: Tensor, y: Tensor) -> Tensor:
 def ece(sums: Tensor) -> Tensor:
     """Expected calibration error from `reliability` sums: Σ_b n_b/n |accuracy_b − confidence_b|."""
     count, confidence, correct = sums
-    return (correct - confidence).abs().sum() / count.sum().clamp_min(1)
+    error: Tensor = (correct - confidence).abs().sum() / count.sum().clamp_min(1)
+    return error

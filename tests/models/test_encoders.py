@@ -106,7 +106,7 @@ def test_the_smallest_size_works(name: str) -> None:
 
 
 def test_an_unknown_name_answers_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match="unknown encoder 'vgg17'; known: vgg11, vgg16"):
+    with pytest.raises(InputError, match="unknown encoder 'vgg17'; known: residual, vgg11, vgg16"):
         encoder("vgg17", 3)
     with pytest.raises(InputError, match="unknown field of encoder mlp 'pool'; known: size, width"):
         encoder("mlp", 3, pool=True)

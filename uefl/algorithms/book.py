@@ -163,7 +163,9 @@ class Book:
         say = method.say(clients, server)
         say = say._replace(who=tuple(w for w in who if clients.sizes[w]), sent={**say.sent, "words": torch.tensor(v)})
         replies = clients.ask(method, "centroids", say, ("train",))
-        return {r.who: (r.answers["train"]["centroids"], r.answers["train"]["counts"]) for r in replies if not r.refused}
+        return {
+            r.who: (r.answers["train"]["centroids"], r.answers["train"]["counts"]) for r in replies if not r.refused
+        }
 
 
 def merged(found: Sequence[tuple[Tensor, Tensor]], v: int, seed: int) -> Tensor:

@@ -35,7 +35,7 @@ class FedAvg:
     iterations: int = 3  # the budget is rounds + (iterations − 1) · extra_rounds for every method
     participation: int = 0  # silos a round, drawn anew each round; 0: all
     weights: Literal["size", "equal"] = "size"  # n_k/n (D11) or 1/K
-    norms: Literal["average", "local", "skip"] = "average"  # batch-norm statistics: averaged, kept, or left as they began
+    norms: Literal["average", "local", "skip"] = "average"  # batch-norm statistics: averaged, kept, or never moved
     passes: int = 20  # Monte Carlo dropout passes T
     local: Local = field(default_factory=Local)
     codebook: Book | None = None
@@ -84,7 +84,7 @@ class FedAvg:
         """Broadcast θ, train at all silos in parallel, average what comes back."""
         started = time.perf_counter()
         who = self.takes_part(clients, server)
-        if server.pending and who != server.silos:  # those who train bring measurements along; here some would be missing
+        if server.pending and who != server.silos:  # who trains brings measurements along; here some would be missing
             server = self.close(server, self.measured(clients, server))
         say = self.say(clients, server)._replace(round=server.round + 1, who=who)
         mean, replies = Mean(server.state), []
@@ -92,7 +92,7 @@ class FedAvg:
             row = say.access[say.silos.index(reply.who)]
             why = reply.refused or flaw(reply, say.state, row)
             if not why:
-                weight = float(reply.count) if self.weights == "size" else 1.0
+                weight = float(reply.size) if self.weights == "size" else 1.0
                 mean.add(self.averaged(reply.tensors), weight, row)
             replies.append(reply._replace(tensors={}, refused=why))
         server = self.close(server, {r.who: r.answers for r in replies}, "received ")
@@ -172,7 +172,7 @@ class FedAvg:
         """K-means on the silo's own features, by the broadcast model in evaluation mode (D20)."""
         assert self.codebook is not None
         size, spread = self.local.evaluation_batch, int(model.sent["words"])
-        x = torch.cat([model.call("segments", block) for block in batch.x.split(size)], 1)  # [M, N, D]
+        x = torch.cat([model.call("segments", block) for block in torch.split(batch.x, size)], 1)  # [M, N, D]
         found = [kmeans(points, spread, key=key("centroids", i)) for i, points in enumerate(x)]
         v = min(len(c.centroids) for c in found)
         return {

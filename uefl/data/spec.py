@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +11,13 @@ from torch import Tensor
 
 from uefl.data.concerns import concerns
 from uefl.data.cuts import CUTS
-from uefl.data.embedded import mnist5k
 from uefl.data.images import Images
 from uefl.data.share import Share
 from uefl.data.shifts import parsed, shifted
+from uefl.data.sources import SOURCES, read
 from uefl.errors import InputError, unknown
 from uefl.federation import Part, Silo
 
-SOURCES: dict[str, Callable[[], Images]] = {"mnist5k": mnist5k}
 TEST_LABELS = ("all", "own")
 _ELSEWHERE: Any = {"identity": False}  # where data lie and how loudly to complain say nothing about a run
 _TARGETED = ("held-out", "ghifary")
@@ -101,7 +99,10 @@ class Data:
 
     def load(self, seed: int) -> tuple[list[Silo], Images]:
         """The silos, and the images they were cut from."""
-        images = first_classes(SOURCES[self.name](), self.only)
+        # Images of different sizes must be stretched as they are read; others after the shift, on original pixels.
+        early = self.size if self.name in ("folder", "pacs") else 0
+        found = read(self.name, self.path, skip_bad=self.skip_bad, strict=self.strict, size=early or None)
+        images = first_classes(found, self.only)
         silos = self.divide(images, seed)
         if self.strict and (odd := concerns(silos)):
             raise InputError(odd[0])

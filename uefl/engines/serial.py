@@ -41,7 +41,7 @@ class Serial:
         seed: int = 0,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        watch: Callable[[str, str], None] = lambda silo, doing: None,
+        watch: Callable[[str, str], None] = lambda _silo, _doing: None,
     ) -> None:
         names = [silo.name for silo in silos]
         if len(set(names)) < len(names):
@@ -79,7 +79,7 @@ class Serial:
             reply = self._reply(method, model, kept, name)
             yield Reply(
                 who=name,
-                count=len(self.silos[name].train.y),
+                size=len(self.silos[name].train.y),
                 tensors=reply,
                 answers=answers,
                 extra=extra,
@@ -96,7 +96,7 @@ class Serial:
             answers = self._answers(method, task, model, name, say.round, on)
             yield Reply(
                 who=name,
-                count=len(self.silos[name].train.y),
+                size=len(self.silos[name].train.y),
                 answers=answers,
                 received_bytes=size_in_bytes(model.received) + size_in_bytes(say.sent),
                 sent_bytes=sum(size_in_bytes(answer) for answer in answers.values()),
@@ -145,7 +145,13 @@ class Serial:
         return step
 
     def _measured(
-        self, method: Method, model: Model, name: str, round_: int, prefix: str, on: Sequence[Split] = ("validation", "test")
+        self,
+        method: Method,
+        model: Model,
+        name: str,
+        round_: int,
+        prefix: str,
+        on: Sequence[Split] = ("validation", "test"),
     ) -> dict[str, State]:
         """Measurements, addressed by the round whose model is measured."""
         self.watch(name, "measures")
@@ -155,7 +161,8 @@ class Serial:
         self, method: Method, task: str, model: Model, name: str, round_: int, on: Sequence[Split]
     ) -> dict[str, State]:
         """A task over parts of a silo's data: sums over batches, or one answer from the whole. No data, no answer."""
-        do, answers = getattr(method, task), {}
+        do = getattr(method, task)
+        answers: dict[str, State] = {}
         self.net.eval()
         for split in on:
             part = self.silos[name].part(split)
@@ -167,7 +174,7 @@ class Serial:
                 answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
             if answer:
                 answers[split] = answer
-        return dict(answers)
+        return answers
 
     def _reply(self, method: Method, model: Model, kept: State, name: str) -> State:
         """What goes back; what the method keeps stays here."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from uefl.errors import unknown
+from uefl.models.residual import ResidualEncoder
 from uefl.models.resnet18 import resnet18, resnet18_cifar
 from uefl.models.small import MLP, Dirt, GroupNormConv, lenet_cifar, lenet_fmnist
 from uefl.models.vgg import vgg11, vgg16, vgg16_bn
@@ -22,6 +23,7 @@ class Entry(NamedTuple):
 
 
 ENCODERS: dict[str, Entry] = {
+    "residual": Entry(ResidualEncoder, "the paper's residual blocks for grey images; `width` and `depth` are yours"),
     "vgg11": Entry(vgg11, "8 convolutions; pooled, FedBR's network for CIFAR10; 512 channels"),
     "vgg16": Entry(vgg16, "13 convolutions, ImageNet weights to be had; 512 channels"),
     "vgg16-bn": Entry(vgg16_bn, "vgg16 with batch norm, ImageNet weights to be had; 512 channels"),

@@ -19,7 +19,7 @@ class Prediction(NamedTuple):
     logits: Tensor  # [M, B, C]
     commitment: Tensor  # ‖sg(c) − z‖², summed over members
     codeword: Tensor  # ‖c − sg(z)‖², summed over members
-    index: Tensor  # [M, B, l, s] the words chosen
+    chosen: Tensor  # [M, B, l, s] which words
     samples: Tensor | None = None  # [T, B, C] logits of sampled predictions
 
 
@@ -85,7 +85,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Prediction:
         coded = self.discretize(self.encode(x))
         logits = self.classifier(coded.z.flatten(1))
-        return Prediction(logits.unsqueeze(0), coded.commitment, coded.codeword, coded.index.unsqueeze(0))
+        return Prediction(logits.unsqueeze(0), coded.commitment, coded.codeword, coded.chosen.unsqueeze(0))
 
     def examine(self, x: Tensor, passes: int) -> Prediction:
         """Predict plainly, and `passes` times with dropout on."""
@@ -97,7 +97,7 @@ class Net(nn.Module):
                 samples = torch.stack([self.forward(x).logits[0] for _ in range(passes)])
             else:
                 samples = self.classifier(features.expand(passes, *features.shape))
-        return Prediction(logits, coded.commitment, coded.codeword, coded.index.unsqueeze(0), samples)
+        return Prediction(logits, coded.commitment, coded.codeword, coded.chosen.unsqueeze(0), samples)
 
 
 class Ensemble(nn.Module):
@@ -122,9 +122,10 @@ class Ensemble(nn.Module):
             torch.cat([p.logits for p in each]),
             torch.stack([p.commitment for p in each]).sum(),
             torch.stack([p.codeword for p in each]).sum(),
-            torch.cat([p.index for p in each]),
+            torch.cat([p.chosen for p in each]),
         )
 
-    def examine(self, x: Tensor, passes: int) -> Prediction:  # noqa: ARG002: members are the samples
+    def examine(self, x: Tensor, passes: int) -> Prediction:
+        del passes  # the members are the samples
         seen = self.forward(x)
         return seen._replace(samples=seen.logits)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 from torch.nn.functional import relu
+
+from uefl.models.encoder import Encoder
 
 
 class ResidualBlock(nn.Module):
@@ -22,15 +26,14 @@ class ResidualBlock(nn.Module):
         return relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
-class ResidualEncoder(nn.Module):
+class ResidualEncoder(Encoder):
     """`depth` blocks; the channels double from block to block. The release has width 128 and depth 3: 128/256/512."""
 
-    def __init__(self, channels: int = 1, width: int = 64, depth: int = 3) -> None:
-        super().__init__()
+    def __init__(self, *, channels: int = 1, size: int = 28, width: int = 64, depth: int = 3) -> None:
+        super().__init__(channels=channels, size=size, least=2**depth)
         sizes = [channels] + [width * 2**i for i in range(depth)]
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(ResidualBlock(a, b), nn.MaxPool2d(2)) for a, b in zip(sizes, sizes[1:]))
-        )
+        self.blocks = nn.Sequential(*(nn.Sequential(ResidualBlock(a, b), nn.MaxPool2d(2)) for a, b in pairwise(sizes)))
+        self.width = sizes[-1]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.blocks(x)
