@@ -24,17 +24,19 @@ app = typer.Typer(
 
 Every silo measures how unsure the shared model is on its data; the silos that stand out get codewords of their own.
 
-    uefl compare                         FedAvg beside UEFL on embedded digits, nine silos in three rotated domains
+    uefl compare                     FedAvg beside UEFL, on embedded digits
 
-    uefl run                             UEFL alone on the same digits
+    uefl run                         UEFL alone on the same digits
 
-    uefl run uefl mnist gamma=0.2        another data set, one setting changed
+    uefl run uefl mnist gamma=0.2    other data, one setting changed
 
-    uefl list                            methods, data sets, encoders; `uefl list uefl` for all settings of a method
+    uefl list                        methods, data sets, cuts, encoders
 
-    uefl data show mnist                 a picture of the silos before training on them
+    uefl list uefl                   every setting of a method
 
-    uefl show runs/…                     the table of a finished run
+    uefl data show mnist             a picture of the silos, before training
+
+    uefl show runs/…                 the table of a finished run
 
 Results go to `runs/`, one folder a run. Nothing is overwritten: a finished run is shown, an unfinished one goes on.""",
 )
@@ -89,7 +91,7 @@ def compare(
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, data, encoders, or a method for its settings")] = "",
+    what: Annotated[str, typer.Argument(help="methods, data, cuts, encoders, or a method for its settings")] = "",
 ) -> None:
     """List methods, data sets and encoders, or all settings of a method."""
     listing.listing(what, Console())

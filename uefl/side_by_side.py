@@ -29,7 +29,8 @@ def side_by_side(
     """Run all; returns each one's folder. The first error stops the others, whose progress is kept."""
     context = mp.get_context("spawn")  # a forked torch inherits locks of threads that are not there
     messages: Any = context.Queue()
-    waiting, running, folders = list(experiments.items()), {}, {}
+    waiting, running = list(experiments.items()), dict[str, Any]()
+    folders: dict[str, Path] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:

@@ -30,8 +30,6 @@ def spoken(words: Sequence[str], methods: Sequence[str], preset: str) -> dict[st
     chosen = list(dict.fromkeys(n for n in names if n in ALGORITHMS)) or list(methods)
     cut = next((a.removeprefix("cut=") for a in assignments if a.startswith("cut=")), "")
     base = {name: recipe(name, data[0], preset, cut) for name in chosen}
-    if not any(has(e, assignments[0].partition("=")[0]) for e in base.values()) if assignments else False:
-        override(next(iter(base.values())), assignments[:1])  # says which fields there are
     return {name: override(e, _own(e, assignments, base)) for name, e in base.items()}
 
 
