@@ -10,6 +10,7 @@ from uefl.errors import InputError
 from uefl.experiment import Architecture, Experiment
 from uefl.federation import Part, Server, Silo
 from uefl.kmeans import kmeans
+from uefl.loading import load_model
 from uefl.local import Local
 from uefl.models.net import Net
 from uefl.train import train
@@ -34,6 +35,7 @@ __all__ = [
     "Silo",
     "VQFedAvg",
     "kmeans",
+    "load_model",
     "train",
     "uncertainty",
 ]

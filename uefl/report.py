@@ -22,9 +22,7 @@ def summary(folder: Path) -> dict[str, Any]:
 def beside(runs: Mapping[str, Path], level: str = LEVEL) -> Table:
     """Per silo, per domain and over all: one method beside the other."""
     found = {name: summary(folder)[level] for name, folder in runs.items()}
-    table = Table(
-        title=f"Test images, {level} rounds" if level == LEVEL else f"Test images, {level}", title_justify="left"
-    )
+    table = Table(title=f"Test images, {level}{' rounds' if level == LEVEL else ''}", title_justify="left")
     table.add_column("")
     for name, run in found.items():
         for metric, label in COLUMNS:
@@ -78,8 +76,6 @@ def decided(round_: int, uncertain: Sequence[str], new_words: Mapping[str, int])
     if not uncertain:
         return f"after round {round_} no silo stands out: the vocabulary is settled"
     many = "silo stands out by its" if len(uncertain) == 1 else "silos stand out by their"
-    counts = sorted(set(new_words.values()))
-    each = " or ".join(map(str, counts)) or "no"
-    return (
-        f"after round {round_}, {len(uncertain)} {many} uncertainty ({', '.join(uncertain)}): {each} words of their own"
-    )
+    who = f"{len(uncertain)} {many} uncertainty ({', '.join(uncertain)})"
+    each = " or ".join(map(str, sorted(set(new_words.values())))) or "no"
+    return f"after round {round_}, {who}: {each} words of {'its' if len(uncertain) == 1 else 'their'} own"

@@ -40,7 +40,7 @@ class Result:
 def train(
     method: FedAvg,
     silos: Sequence[Silo],
-    encoder: Callable[[], nn.Module],
+    encoder: nn.Module,
     *,
     classes: int,
     hidden: int = 512,
@@ -53,7 +53,7 @@ def train(
     shape = tuple(silos[0].train.x.shape[1:])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(seed, "weights"))
-        net = method.build(Net(encoder(), classes, shape, hidden=hidden, dropout=dropout))
+        net = method.build(Net(encoder, classes, shape, hidden=hidden, dropout=dropout))
     silos = list(method.prepare(silos))
     clients = Serial(silos, net, seed=seed, device=device)
     server, records = method.start(clients), list[Record]()
