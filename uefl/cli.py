@@ -12,6 +12,7 @@ from rich.console import Console
 
 from uefl.commands import compare as compare_
 from uefl.commands import data, listing, showing
+from uefl.commands.seeds import compare_seeds, parsed_seeds
 from uefl.commands.words import spoken
 from uefl.errors import InputError
 
@@ -78,15 +79,20 @@ def compare(
     threads: Threads = 1,
     workers: Annotated[int, typer.Option(help="runs at a time; 0: one a core")] = 0,
     preset: Preset = "default",
+    seeds: Annotated[str, typer.Option(help="several seeds, such as 0,1,2: means with their spread")] = "",
 ) -> None:
     """Run several methods at equal rounds and set them side by side.
 
     FedAvg runs with and without layer norm, and the better one by validation stands in the table: a strong FedAvg.
 
-    Examples: `uefl compare`, `uefl compare fedavg vq-fedavg uefl seed=2`.
+    Examples: `uefl compare`, `uefl compare --seeds 0,1,2`, `uefl compare fedavg vq-fedavg uefl seed=2`.
     """
     experiments = compare_.strong(spoken(words or [], ["fedavg", "uefl"], preset))
-    compare_.compare(experiments, out, device=device, threads=threads, workers=workers, console=Console())
+    settings = {"device": device, "threads": threads, "workers": workers, "console": Console()}
+    if seeds:
+        compare_seeds(experiments, parsed_seeds(seeds), out, **settings)
+    else:
+        compare_.compare(experiments, out, **settings)
 
 
 @app.command("list")

@@ -39,6 +39,17 @@ def compare(
     experiments: Mapping[str, Experiment], out: Path, *, device: str, threads: int, workers: int, console: Console
 ) -> None:
     """Run, then show."""
+    show(
+        chosen(ran(experiments, out, device=device, threads=threads, workers=workers, console=console), console),
+        out,
+        console,
+    )
+
+
+def ran(
+    experiments: Mapping[str, Experiment], out: Path, *, device: str, threads: int, workers: int, console: Console
+) -> dict[str, Path]:
+    """Run experiments, each in its folder, with live progress."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device={device}: no CUDA device here; allowed: cpu")
     if threads < 1 or workers < 0:
@@ -47,11 +58,17 @@ def compare(
     with Display(console) as display:
         if len(experiments) == 1:
             name, experiment = next(iter(experiments.items()))
-            folders = {name: run(experiment, out, device=device, listen=lambda event: display.hear(name, event))}
-        else:
-            workers = workers or min(len(experiments), os.cpu_count() or 1)
-            folders = side_by_side(experiments, out, workers=workers, device=device, hear=display.hear)
-    show(chosen(folders, console), out, console)
+            return {name: run(experiment, out, device=device, listen=lambda event: display.hear(name, event))}
+        workers = workers or min(len(experiments), os.cpu_count() or 1)
+        return side_by_side(experiments, out, workers=workers, device=device, hear=display.hear)
+
+
+def folder_of(folders: Mapping[str, Path], out: Path) -> Path:
+    """The folder of a comparison, named by the runs that are compared."""
+    mark = hashlib.sha256(" ".join(sorted(f.name for f in folders.values())).encode()).hexdigest()[:12]
+    together = out / f"compare-{mark}"
+    together.mkdir(parents=True, exist_ok=True)
+    return together
 
 
 def chosen(folders: Mapping[str, Path], console: Console) -> dict[str, Path]:
@@ -79,9 +96,7 @@ def show(folders: Mapping[str, Path], out: Path, console: Console) -> None:
         return
     from uefl.figure import curves
 
-    mark = hashlib.sha256(" ".join(sorted(f.name for f in folders.values())).encode()).hexdigest()[:12]
-    together = out / f"compare-{mark}"
-    together.mkdir(parents=True, exist_ok=True)
+    together = folder_of(folders, out)
     picture = together / "figure.png"
     if not picture.exists():
         curves({name: records.read(folder / RECORDS) for name, folder in folders.items()}, picture)
