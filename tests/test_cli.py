@@ -30,7 +30,7 @@ def uefl(*words: str) -> subprocess.CompletedProcess[str]:
         (["run", "encoder=vgg17"], "unknown encoder 'vgg17'; known: residual"),
         (["run", "cut=round"], "unknown cut 'round'; known: domains"),
         (["run", "--preset", "best"], "unknown preset 'best'; known: default, paper"),
-        (["run", "--device", "cuda:99"], "no CUDA device here"),
+        (["run", "--device", "cuda:99"], "is not to be had here; allowed: cpu"),
         (["list", "everything"], "unknown list 'everything'; known: methods"),
         (["show", "."], "is not a run folder"),
     ],

@@ -68,7 +68,7 @@ def run(
     experiments = spoken(words or [], ["uefl"], preset)
     if len(experiments) > 1:
         raise InputError(f"run takes one method, not {', '.join(experiments)}; `uefl compare` takes several")
-    compare_.compare(experiments, out, device=device, threads=threads, workers=1, console=Console())
+    compare_.compare(experiments, out, compare_.Where(device, threads, 1), Console())
 
 
 @app.command()
@@ -88,11 +88,11 @@ def compare(
     Examples: `uefl compare`, `uefl compare --seeds 0,1,2`, `uefl compare fedavg vq-fedavg uefl seed=2`.
     """
     experiments = compare_.strong(spoken(words or [], ["fedavg", "uefl"], preset))
-    settings = {"device": device, "threads": threads, "workers": workers, "console": Console()}
+    where = compare_.Where(device, threads, workers)
     if seeds:
-        compare_seeds(experiments, parsed_seeds(seeds), out, **settings)
+        compare_seeds(experiments, parsed_seeds(seeds), out, where, Console())
     else:
-        compare_.compare(experiments, out, **settings)
+        compare_.compare(experiments, out, where, Console())
 
 
 @app.command("list")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -35,23 +36,24 @@ def strong(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
     return found
 
 
-def compare(
-    experiments: Mapping[str, Experiment], out: Path, *, device: str, threads: int, workers: int, console: Console
-) -> None:
+class Where(NamedTuple):
+    """What runs run on."""
+
+    device: str = "cpu"
+    threads: int = 1  # of torch, a run
+    workers: int = 0  # runs at a time; 0: one a core
+
+
+def compare(experiments: Mapping[str, Experiment], out: Path, where: Where, console: Console) -> None:
     """Run, then show."""
-    show(
-        chosen(ran(experiments, out, device=device, threads=threads, workers=workers, console=console), console),
-        out,
-        console,
-    )
+    show(chosen(ran(experiments, out, where, console), console), out, console)
 
 
-def ran(
-    experiments: Mapping[str, Experiment], out: Path, *, device: str, threads: int, workers: int, console: Console
-) -> dict[str, Path]:
+def ran(experiments: Mapping[str, Experiment], out: Path, where: Where, console: Console) -> dict[str, Path]:
     """Run experiments, each in its folder, with live progress."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device={device}: no CUDA device here; allowed: cpu")
+    device, threads, workers = where
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise InputError(f"device={device} is not to be had here; allowed: {', '.join(_devices())}")
     if threads < 1 or workers < 0:
         raise InputError(f"threads={threads} must be at least 1 and workers={workers} at least 0")
     torch.set_num_threads(threads)
@@ -61,6 +63,10 @@ def ran(
             return {name: run(experiment, out, device=device, listen=lambda event: display.hear(name, event))}
         workers = workers or min(len(experiments), os.cpu_count() or 1)
         return side_by_side(experiments, out, workers=workers, device=device, hear=display.hear)
+
+
+def _devices() -> list[str]:
+    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def folder_of(folders: Mapping[str, Path], out: Path) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from uefl.checkpoint import write_text
-from uefl.commands.compare import PLAIN, folder_of, ran
+from uefl.commands.compare import PLAIN, Where, folder_of, ran
 from uefl.errors import InputError
 from uefl.experiment import Experiment
 from uefl.report import LEVEL, summary
@@ -33,19 +33,12 @@ def parsed_seeds(text: str) -> list[int]:
 
 
 def compare_seeds(
-    experiments: Mapping[str, Experiment],
-    seeds: Sequence[int],
-    out: Path,
-    *,
-    device: str,
-    threads: int,
-    workers: int,
-    console: Console,
+    experiments: Mapping[str, Experiment], seeds: Sequence[int], out: Path, where: Where, console: Console
 ) -> None:
     """Run all, print and keep one table, and one line a run for who wants to compute on."""
     named = {(name, seed): f"{name}, seed {seed}" for seed in seeds for name in experiments}
     every = {named[n, s]: replace(experiments[n], seed=s) for n, s in named}
-    folders = ran(every, out, device=device, threads=threads, workers=workers, console=console)
+    folders = ran(every, out, where, console)
     lines = [line(name, folders[named[name, seed]]) for name, seed in named]
     table = markdown(lines)
     together = folder_of(folders, out)
@@ -78,9 +71,8 @@ def markdown(lines: Sequence[Mapping[str, Any]]) -> str:
     for name in methods:
         cells = [spread([r[LEVEL][m] for r in runs[name]], 1 if m == "mP" else 4) for m in METRICS]
         each = [" ".join(f"{r[LEVEL][m]:.4f}" for r in runs[name]) for m in ("mA", "mE")]
-        rows.append(
-            f"| {name}{' (better by validation)' if name == marked else ''} | " + " | ".join(cells + each) + " |"
-        )
+        mark = " (better by validation)" if name == marked else ""
+        rows.append(f"| {name}{mark} | " + " | ".join(cells + each) + " |")
     return "\n".join(rows) + "\n"
 
 
