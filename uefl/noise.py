@@ -48,7 +48,8 @@ def bits(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
 def uniform(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """Uniform draws in (0, 1), 24 bits each."""
     n = torch.Size(shape).numel()
-    return (((bits(k, n, device) >> 8) & 0xFFFFFF).float() + 0.5).mul_(2.0**-24).reshape(tuple(shape))
+    drawn = (((bits(k, n, device) >> 8) & 0xFFFFFF).float() + 0.5).mul_(2.0**-24)
+    return drawn.clamp_max_(1 - 2.0**-24).reshape(tuple(shape))  # the largest would round to 1
 
 
 def normal(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
