@@ -17,7 +17,9 @@ def book(words, segments=1, width=2, reduction="mean"):
 
 
 def test_each_segment_becomes_the_nearest_word():
-    coded = book([[0.0, 0.0], [1.0, 1.0], [-3.0, 2.0]])(torch.tensor([[[0.9, 0.7], [-2.0, 2.0]], [[0.1, -0.2], [5, 5]]]))
+    coded = book([[0.0, 0.0], [1.0, 1.0], [-3.0, 2.0]])(
+        torch.tensor([[[0.9, 0.7], [-2.0, 2.0]], [[0.1, -0.2], [5, 5]]])
+    )
     assert coded.chosen[..., 0].tolist() == [[1, 2], [0, 1]]
     assert torch.allclose(coded.z, torch.tensor([[[1.0, 1.0], [-3.0, 2.0]], [[0.0, 0.0], [1.0, 1.0]]]))
 
