@@ -240,6 +240,6 @@ def restore(model: Model, optimizers: list[torch.optim.Optimizer]) -> None:
         if name.startswith(OPTIMIZER):
             i, entry, param = name.removeprefix(OPTIMIZER).split(".", 2)
             found.setdefault((int(i), param), {})[entry] = value
-    for (i, param), state in found.items():
+    for (at, param), state in found.items():
         if all(value.dim() == 0 or value.shape == model.params[param].shape for value in state.values()):
-            optimizers[i].state[model.params[param]].update({n: value.clone() for n, value in state.items()})
+            optimizers[at].state[model.params[param]].update({n: value.clone() for n, value in state.items()})
