@@ -90,9 +90,9 @@ def test_one_point_is_one_word():
 
 
 def test_an_empty_cluster_is_put_where_points_are_farthest_from_theirs(monkeypatch):
-    """Two centroids start on one spot; the second is empty, and the outliers get it."""
+    """The second centroid starts where no point is, and would stay there."""
     points = torch.tensor([[0.0], [0.1], [0.2], [10.0], [10.1]])
-    monkeypatch.setattr(uefl.kmeans, "_seed", lambda *_: torch.tensor([[0.1], [0.1]]))
+    monkeypatch.setattr(uefl.kmeans, "_seed", lambda *_: torch.tensor([[5.0], [-100.0]]))
     found = kmeans(points, 2, key=0)
     assert sorted(found.centroids.flatten().tolist()) == pytest.approx([0.1, 10.05])
     assert sorted(found.counts.tolist()) == [2, 3]

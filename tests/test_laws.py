@@ -54,12 +54,24 @@ def test_the_global_generator_decides_nothing():
     assert same(*states)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "uefl"])
-def test_the_seed_of_the_engine_alone_changes_batches_and_dropout(name):
-    method = METHODS[name]
-    net = network(method)
-    one, other = (play(method, Serial(four(), net, seed=s), 1)[0].state for s in (0, 1))
-    assert not same(one, other)
+def test_batches_are_in_an_order_of_the_engines_seed():
+    method = FedAvg(**ROUNDS)
+    net = network(method, dropout=0.0)
+    one, other = (play(method, Serial(four(), net, seed=s), 1)[0].state["classifier.1.weight"] for s in (0, 1))
+    assert not torch.allclose(one, other, atol=1e-4)
+
+
+def test_dropout_draws_anew_for_every_seed_silo_round_and_step():
+    method, drawn = FedAvg(**ROUNDS), []
+    for seed in (0, 1):
+        engine = Serial(four(), network(method), seed=seed)
+        layer = engine.net.classifier[0]
+        layer.register_forward_hook(
+            lambda m, _x, y: drawn.append(m.key.item()) if m.training and y.dim() == 2 else None
+        )
+        play(method, engine, 2)
+    assert len(drawn) == 2 * 2 * sum(math.ceil(len(s.train.y) / 8) - (len(s.train.y) % 8 == 1) for s in four())
+    assert len(set(drawn)) == len(drawn)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -138,26 +150,23 @@ def test_one_silo_is_ordinary_training(book):
         assert torch.allclose(server.state[name], tensor, rtol=0, atol=1e-9), name
 
 
-def test_a_round_is_the_mean_of_silos_that_train_apart():
-    """Each silo alone in an engine of its own, then averaged by hand."""
-    method = FedAvg(**ROUNDS)
+def apart(method):
+    """What each silo replies in an engine of its own, and its size."""
+    for one in four():
+        engine = clients(method, [one], dtype=torch.float64)
+        (reply,) = engine.fit(method, method.say(engine, method.start(engine))._replace(round=1))
+        yield len(one.train.y), reply.tensors
+
+
+@pytest.mark.parametrize("weights", ["size", "equal"])
+def test_a_round_is_the_mean_of_silos_that_train_apart(weights):
+    method = FedAvg(**ROUNDS, weights=weights)
     whole, _ = play(method, clients(method, dtype=torch.float64), 1)
-    each = [play(method, clients(method, [s], dtype=torch.float64), 1)[0].state for s in four()]
-    sizes = [len(s.train.y) for s in four()]
+    each = [(n if weights == "size" else 1, tensors) for n, tensors in apart(method)]
     for name, tensor in whole.state.items():
         if tensor.is_floating_point():
-            mean = sum(n * state[name] for n, state in zip(sizes, each)) / sum(sizes)
+            mean = sum(n * tensors[name] for n, tensors in each) / sum(n for n, _ in each)
             assert torch.allclose(tensor, mean, atol=1e-12), name
-
-
-def test_weights_equal_count_every_silo_once():
-    method = FedAvg(**ROUNDS, weights="equal")
-    whole, _ = play(method, clients(method, dtype=torch.float64), 1)
-    each = [play(method, clients(method, [s], dtype=torch.float64), 1)[0].state for s in four()]
-    name = "classifier.1.weight"
-    assert torch.allclose(whole.state[name], sum(state[name] for state in each) / 4, atol=1e-12)
-    by_size, _ = play(FedAvg(**ROUNDS), clients(method, dtype=torch.float64), 1)
-    assert not torch.allclose(whole.state[name], by_size.state[name], atol=1e-6)
 
 
 def test_a_threshold_of_infinity_is_a_static_book():

@@ -84,6 +84,13 @@ def test_calibration_error_is_the_sum_over_bins_written_out(p, y):
     assert ece(reliability(p[0], y)).item() == pytest.approx(written_out(p[0].numpy(), y.numpy()))
 
 
+def test_a_confidence_on_the_edge_of_two_bins_belongs_to_the_lower():
+    p = torch.tensor([[0.6, 0.4], [0.8, 0.2]], dtype=torch.float64)  # 9/15 and 12/15
+    found = reliability(p, torch.tensor([0, 1]))
+    assert found[0].nonzero().flatten().tolist() == [8, 11]
+    assert found[2].nonzero().flatten().tolist() == [8]
+
+
 def test_calibration_sums_of_parts_add_up_to_those_of_the_whole(p, y):
     whole = reliability(p[0], y)
     assert torch.allclose(reliability(p[0, :123], y[:123]) + reliability(p[0, 123:], y[123:]), whole)
