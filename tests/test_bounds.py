@@ -1,6 +1,6 @@
 """Alone and Pooled: what federation is measured against."""
 
-from tiny import ROUNDS, clients, four, network, play, same
+from stripes import ROUNDS, clients, four, network, play, same
 
 from uefl.algorithms import Alone, FedAvg, Pooled
 from uefl.engines import Serial

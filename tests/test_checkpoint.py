@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import LOCAL, ROUNDS, WORDS, clients, play, same
+from stripes import LOCAL, ROUNDS, WORDS, clients, play, same
 
 from uefl.algorithms import UEFL, Alone, Book, FedAvg
 from uefl.checkpoint import load_checkpoint, load_tensors, save_checkpoint, save_tensors, write_text

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import LOCAL, ROUNDS, WORDS, clients, encoder, four, network, play, same, silo
+from stripes import LOCAL, ROUNDS, WORDS, clients, encoder, four, network, play, same, silo
 from torch import nn
 
 from uefl.algorithms import ALGORITHMS, UEFL, Book, FedAvg, VQFedAvg

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import CLASSES, encoder, images
+from stripes import CLASSES, encoder, images
 from torch import nn
 
 from uefl.models.net import Ensemble, Net

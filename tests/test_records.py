@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from tiny import LOCAL, ROUNDS, clients, play
+from stripes import LOCAL, ROUNDS, clients, play
 
 from uefl.algorithms import ALGORITHMS, UEFL, Book
 from uefl.records import append, read, summarise

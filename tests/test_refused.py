@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import LOCAL, ROUNDS, WORDS, clients, four, play, same
+from stripes import LOCAL, ROUNDS, WORDS, clients, four, play, same
 
 from uefl.algorithms import UEFL, Book, FedAvg
 from uefl.engines import Serial
