@@ -1,13 +1,16 @@
 """K-means: as good as scikit-learn's, weighted, bounded in memory, and the same for the same key."""
 
+import sys
+
 import pytest
 import torch
 from sklearn.cluster import KMeans
 
-import uefl.kmeans
 from uefl.data.embedded import mnist5k
 from uefl.kmeans import assign, kmeans
 from uefl.models.residual import ResidualEncoder
+
+MODULE = sys.modules["uefl.kmeans"]  # `uefl.kmeans` is the function
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +95,7 @@ def test_one_point_is_one_word():
 def test_an_empty_cluster_is_put_where_points_are_farthest_from_theirs(monkeypatch):
     """The second centroid starts where no point is, and would stay there."""
     points = torch.tensor([[0.0], [0.1], [0.2], [10.0], [10.1]])
-    monkeypatch.setattr(uefl.kmeans, "_seed", lambda *_: torch.tensor([[5.0], [-100.0]]))
+    monkeypatch.setattr(MODULE, "_seed", lambda *_: torch.tensor([[5.0], [-100.0]]))
     found = kmeans(points, 2, key=0)
     assert sorted(found.centroids.flatten().tolist()) == pytest.approx([0.1, 10.05])
     assert sorted(found.counts.tolist()) == [2, 3]
@@ -124,14 +127,14 @@ def test_points_are_left_as_they_are(points):
 
 def test_cutting_the_work_into_chunks_changes_nothing(points, monkeypatch):
     whole = kmeans(points.double(), 8, key=1)
-    monkeypatch.setattr(uefl.kmeans, "CHUNK", 50)
+    monkeypatch.setattr(MODULE, "CHUNK", 50)
     cut = kmeans(points.double(), 8, key=1)
     assert torch.allclose(whole.centroids, cut.centroids, atol=1e-12)
     assert torch.equal(whole.counts, cut.counts)
 
 
 def test_no_more_distances_than_a_chunk_are_held_at_once(features, monkeypatch):
-    monkeypatch.setattr(uefl.kmeans, "CHUNK", 10_000)
+    monkeypatch.setattr(MODULE, "CHUNK", 10_000)
     largest, real = [], torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda *a, **k: largest.append(real(*a, **k).numel()) or real(*a, **k))
     kmeans(features["patches"], 64, key=0, iterations=2)

@@ -25,7 +25,7 @@ METHODS = {name: kind(**ROUNDS) for name, kind in ALGORITHMS.items()} | {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns_something_and_records_every_round_once(name):
-    method = replace(METHODS[name], rounds=10, local=replace(LOCAL, epochs=3))
+    method = replace(METHODS[name], rounds=6, local=replace(LOCAL, epochs=3, rate=1e-2))
     _, records = play(method, clients(method))
     assert [r["round"] for r in records] == list(range(1, method.budget + 1))
     accuracy = [mine["accuracy"] for mine in records[-1]["silos"].values() if "accuracy" in mine]
