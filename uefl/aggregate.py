@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -45,8 +47,8 @@ class Mean:
 def flaw(reply: Reply, state: State, row: Tensor) -> str:
     """Why a reply must not be averaged, or nothing: one poisoned silo must not poison the others."""
     expected = gathered(state, row)
-    if reply.size <= 0:
-        return f"size {reply.size} is not positive"
+    if not 0 < reply.size < math.inf:
+        return f"size {reply.size} is not a positive number"
     if set(reply.tensors) != set(expected):
         odd = sorted(set(reply.tensors) ^ set(expected))
         return f"tensor {odd[0]} is {'missing' if odd[0] in expected else 'not expected'}"

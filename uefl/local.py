@@ -32,6 +32,9 @@ class Local:
         for name in ("rate", "batch", "epochs", "evaluation_batch"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name}={getattr(self, name)} must be greater than 0")
+        for name in ("momentum", "weight_decay", "clip"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name}={getattr(self, name)} must not be negative")
 
     def rate_at(self, round_: int, rounds: int) -> float:
         """The learning rate of a round (counted from 1) out of all."""

@@ -48,7 +48,8 @@ def bits(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
 def uniform(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """Uniform draws in (0, 1), 24 bits each."""
     n = torch.Size(shape).numel()
-    return (((bits(k, n, device) >> 8) & 0xFFFFFF).float() + 0.5).mul_(2.0**-24).reshape(tuple(shape))
+    drawn = (((bits(k, n, device) >> 8) & 0xFFFFFF).float() + 0.5).mul_(2.0**-24)
+    return drawn.clamp_max_(1 - 2.0**-24).reshape(tuple(shape))  # the largest would round to 1
 
 
 def normal(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -73,9 +74,10 @@ class Noise(nn.Module):
         # A buffer, so that clients in one tensor have one each; not persistent, so that it never travels.
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
         self.salt = 0  # tells the layers of one network apart
+        self.turn = 0  # and the passes of one forward batch
 
     def salted(self) -> Tensor:
-        return self.key ^ self.salt
+        return self.key ^ self.salt ^ self.turn
 
 
 class Dropout(Noise):
@@ -108,6 +110,19 @@ def set_key(layers: Sequence[Noise], value: int) -> None:
     """Address the next draws of these layers."""
     for layer in layers:
         layer.key.fill_(value)
+
+
+def turns(net: nn.Module, passes: int) -> Iterator[int]:
+    """Count passes over one batch, each with draws of its own; afterwards layers draw as before."""
+    layers = [m for m in net.modules() if isinstance(m, Noise)]
+    try:
+        for i in range(passes):
+            for layer in layers:
+                layer.turn = key("pass", i)
+            yield i
+    finally:
+        for layer in layers:
+            layer.turn = 0
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from uefl.algorithms.record import judged, noted
 from uefl.algorithms.targets import Reading
 from uefl.errors import InputError
-from uefl.federation import Clients, Server, is_words
+from uefl.federation import Clients, Server, State, is_words
 from uefl.kmeans import kmeans
 from uefl.metrics import Metrics, metrics
 from uefl.noise import key, normal
@@ -122,6 +122,9 @@ class Book:
 
     def uncertain(self, e: Mapping[str, Metrics]) -> tuple[str, ...]:
         """Silos whose entropy stands out from the reference by γ, and by more than noise (D4, D22)."""
+        e = {
+            who: m for who, m in e.items() if math.isfinite(m["entropy"])
+        }  # a missing e_k is neither least nor uncertain
         if not e:
             return ()
         noise = {who: m["entropy_variance"] / max(m["count"], 1) for who, m in e.items()}
@@ -164,10 +167,20 @@ class Book:
         """K-means centroids [M, v, D] and counts [M, v] from some silos, each on its own training features."""
         say = method.say(clients, server)
         say = say._replace(who=tuple(w for w in who if clients.sizes[w]), sent={**say.sent, "words": torch.tensor(v)})
-        replies = clients.ask(method, "centroids", say, ("train",))
-        return {
-            r.who: (r.answers["train"]["centroids"], r.answers["train"]["counts"]) for r in replies if not r.refused
-        }
+        like = torch.stack([t[:0] for n, t in server.state.items() if is_words(n)])  # [M, 0, D]
+        replies = [r for r in clients.ask(method, "centroids", say, ("train",)) if not r.refused]
+        found = {r.who: r.answers["train"] for r in replies if sound(r.answers.get("train", {}), like, v)}
+        return {w: (answer["centroids"], answer["counts"]) for w, answer in found.items()}
+
+
+def sound(answer: State, like: Tensor, v: int) -> bool:
+    """Whether centroids and counts are numbers, in the shape of the book's words: a broken silo spoils no group."""
+    if set(answer) != {"centroids", "counts"}:
+        return False
+    centroids, counts = answer["centroids"], answer["counts"]
+    fits = counts.dim() == 2 and 0 < counts.shape[1] <= v
+    fits = fits and centroids.shape == (len(like), counts.shape[1], like.shape[2]) and len(counts) == len(like)
+    return fits and bool(torch.isfinite(centroids).all() and torch.isfinite(counts).all() and (counts >= 0).all())
 
 
 def merged(found: Sequence[tuple[Tensor, Tensor]], v: int, seed: int) -> Tensor:

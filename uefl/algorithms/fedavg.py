@@ -74,7 +74,7 @@ class FedAvg:
 
     def step(self, clients: Clients, server: Server) -> Server:
         """One round and what follows it."""
-        server = self.round(clients, server)
+        server = self.round(clients, server.but(records=()))
         if self.codebook:
             server = self.codebook.after_round(self, clients, server)
         if server.pending and server.round == self.budget:  # nobody else would measure the last round's model

@@ -244,9 +244,12 @@ def saved(model: Model, optimizers: list[torch.optim.Optimizer]) -> State:
 
 
 def restore(model: Model, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Give optimisers back what a silo kept of them; state of words that did not exist yet starts afresh."""
+    """Give optimisers back what a silo kept of them; where words came or went, theirs starts afresh as a whole."""
+    found: dict[tuple[int, str], State] = {}
     for name, value in model.kept.items():
         if name.startswith(OPTIMIZER):
             i, entry, param = name.removeprefix(OPTIMIZER).split(".", 2)
-            if value.dim() == 0 or value.shape == model.params[param].shape:
-                optimizers[int(i)].state[model.params[param]][entry] = value.clone()
+            found.setdefault((int(i), param), {})[entry] = value
+    for (at, param), state in found.items():
+        if all(value.dim() == 0 or value.shape == model.params[param].shape for value in state.values()):
+            optimizers[at].state[model.params[param]].update({n: value.clone() for n, value in state.items()})

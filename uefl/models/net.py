@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uefl.codebook import Codebook, Coded, tokens, uncoded
-from uefl.noise import Dropout, noises, sampling
+from uefl.noise import Dropout, noises, sampling, turns
 
 
 class Prediction(NamedTuple):
@@ -94,7 +94,7 @@ class Net(nn.Module):
         logits = self.classifier(features).unsqueeze(0)
         with sampling(self):
             if any(m.training for m in self.encoder.modules()):  # the encoder itself draws: nothing to share
-                samples = torch.stack([self.forward(x).logits[0] for _ in range(passes)])
+                samples = torch.stack([self.forward(x).logits[0] for _ in turns(self, passes)])
             else:
                 samples = self.classifier(features.expand(passes, *features.shape))
         return Prediction(logits, coded.commitment, coded.codeword, coded.chosen.unsqueeze(0), samples)
