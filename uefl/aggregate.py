@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -55,4 +57,15 @@ def flaw(reply: Reply, state: State, row: Tensor) -> str:
             return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return f"{name} is not finite"
+    for name, tensor in reply.extra.items():
+        if not bool(torch.isfinite(tensor).all()):
+            return f"{name} is not finite"
     return ""
+
+
+def summed(states: Iterable[State]) -> State:
+    """Tensor by tensor, the sum of what several silos say."""
+    total: State = {}
+    for state in states:
+        total = {n: total[n] + t for n, t in state.items()} if total else dict(state)
+    return total

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,12 +43,16 @@ class Local:
             return self.rate * 0.1 ** int(done * 3)  # a tenth after each third
         return self.rate
 
-    def build(self, params: list[Tensor], rate: float) -> Optimizer:
-        """The optimiser of some weights."""
+    def build(self, params: Sequence[Tensor], rates: Sequence[float]) -> Optimizer:
+        """The optimiser of some weights, each with its learning rate; one group for each rate."""
+        groups: dict[float, list[Tensor]] = {}
+        for param, rate in zip(params, rates):
+            groups.setdefault(rate, []).append(param)
+        each: list[dict[str, Any]] = [{"params": group, "lr": rate} for rate, group in groups.items()]
         if self.optimizer == "sgd":
-            return SGD(params, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+            return SGD(each, self.rate, momentum=self.momentum, weight_decay=self.weight_decay)
         kind = AdamW if self.optimizer == "adamw" else Adam
-        return kind(params, rate, weight_decay=self.weight_decay)
+        return kind(each, self.rate, weight_decay=self.weight_decay)
 
     def clipped(self, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients scaled down to the largest norm allowed."""

@@ -96,6 +96,22 @@ class Dropout(Noise):
         return f"p={self.p}"
 
 
+class Sample(Noise):
+    """z ~ N(μ, σ²), reparameterised; in evaluation mode the mean."""
+
+    def forward(self, mean: Tensor, deviation: Tensor) -> Tensor:
+        if not self.training:
+            return mean
+        return mean + deviation * normal(self.salted(), mean.shape).to(mean.dtype)
+
+
+class Choice(Noise):
+    """Indices drawn with replacement."""
+
+    def forward(self, shape: Sequence[int], out_of: int) -> Tensor:
+        return (uniform(self.salted(), shape) * out_of).long().clamp_max(out_of - 1)
+
+
 def noises(net: nn.Module) -> list[Noise]:
     """All layers of a network that draw, each with a salt from its name."""
     found = [(name, m) for name, m in net.named_modules() if isinstance(m, Noise)]
@@ -112,8 +128,8 @@ def set_key(layers: Sequence[Noise], value: int) -> None:
 
 @contextmanager
 def sampling(net: nn.Module) -> Iterator[None]:
-    """Dropout draws; every other layer stays as it is, batch norm in evaluation mode included (D1)."""
-    layers = [(m, m.training) for m in net.modules() if isinstance(m, Dropout | nn.modules.dropout._DropoutNd)]
+    """Layers that draw do so; every other one stays as it is, batch norm in evaluation mode included (D1)."""
+    layers = [(m, m.training) for m in net.modules() if isinstance(m, Noise | nn.modules.dropout._DropoutNd)]
     for layer, _ in layers:
         layer.train()
     try:

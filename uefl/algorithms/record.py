@@ -40,6 +40,13 @@ def noted(server: Server, seconds: float, **facts: Any) -> Server:
     return server.but(pending={**server.pending, "kmeans_seconds": known + seconds, **facts})
 
 
+def counted(server: Server, replies: Sequence[Reply]) -> Server:
+    """Add to the record the bytes that a question before training cost."""
+    down, up = sum(r.received_bytes for r in replies), sum(r.sent_bytes for r in replies)
+    known = server.pending
+    return server.but(pending={**known, "bytes_down": known["bytes_down"] + down, "bytes_up": known["bytes_up"] + up})
+
+
 def judged(server: Server, uncertain: Sequence[str], before: Server) -> Server:
     """Say in the record who was found uncertain, and how many words that brought."""
     gained = (server.access.sum(1) - before.access.sum(1)).tolist()
@@ -57,8 +64,9 @@ def closed(server: Server, answers: Mapping[str, Mapping[str, State]], prefix: s
     for who, mine in answers.items():
         if f"{prefix}test" in mine:
             silos[who] |= _measured(mine[f"{prefix}test"], code_weight)
-        if f"{prefix}validation" in mine:
-            silos[who]["validation"] = _measured(mine[f"{prefix}validation"], code_weight)
+        for split in ("validation", "train"):
+            if prefix + split in mine:
+                silos[who][split] = _measured(mine[prefix + split], code_weight)
     return server.but(pending={}, records=(*server.records, {**server.pending, "silos": silos}))
 
 

@@ -71,17 +71,19 @@ class Serial:
         for name in sorted(say.who):
             started = time.perf_counter()
             model = self._receive(method, say, name)
-            answers = self._measured(method, model, name, say.round - 1, "received ") if measure else {}
+            before = self._measured(method, model, name, say.round - 1, "received ", method.splits) if measure else {}
             self.watch(name, "trains")
             steps = self._train(method, model, say, name)
-            extra, kept = method.finish(model, self.silos[name].train, steps=steps, rate=say.rate)
-            answers |= self._measured(method, model, name, say.round, "local ", ("test",)) if measure else {}
+            self.net.eval()
+            with torch.no_grad():
+                extra, kept = method.finish(model, self.silos[name].train, steps=steps, rate=say.rate)
+            after = self._measured(method, model, name, say.round, "local ", ("test",)) if measure else {}
             reply = self._reply(method, model, kept, name)
             yield Reply(
                 who=name,
                 size=len(self.silos[name].train.y),
                 tensors=reply,
-                answers=answers,
+                answers={**before, **after},
                 extra=extra,
                 received_bytes=size_in_bytes(model.received) + size_in_bytes(say.sent),
                 sent_bytes=size_in_bytes(reply) + size_in_bytes(extra),
@@ -113,12 +115,18 @@ class Serial:
     def _receive(self, method: Method, say: Broadcast, name: str) -> Model:
         """Bind the network to what this silo receives and to what it kept; the broadcast itself stays untouched."""
         received = gathered(say.state, say.access[say.silos.index(name)])
-        kept = self.memory.get(name, {})
+        kept = self.memory[name] if name in self.memory else self._first(method, name)
         own = {n: kept.get(n, self.initial[n]) for n in method.keeps(self.net)}
         load(self.net, {**received, **own})
         rest = {n: t for n, t in kept.items() if n not in own}
         params = dict(self.net.named_parameters())
-        return Model(self.net, params, sent=say.sent, received=received, kept=rest)
+        sent = {n: t.to(self.device) for n, t in say.sent.items()}
+        return Model(self.net, params, sent=sent, received=received, kept=rest)
+
+    def _first(self, method: Method, name: str) -> State:
+        """What a silo that never trained keeps."""
+        first = method.first(self.net, key(self.seed, name, "first"))
+        return {n: t.to(self.device, self.dtype) for n, t in first.items()}
 
     def _train(self, method: Method, model: Model, say: Broadcast, name: str) -> int:
         """Local training; returns the number of steps."""
@@ -127,7 +135,8 @@ class Serial:
         optimizers = []
         for update in method.updates(say):
             params = {n: p for n, p in model.params.items() if update.learns(n)}
-            optimizers.append((update, params, local.build(list(params.values()), say.rate * update.rate)))
+            rates = [say.rate * update.rate(n) for n in params]
+            optimizers.append((update, params, local.build(list(params.values()), rates)))
         if not local.fresh:
             restore(model, [optimizer for *_, optimizer in optimizers])
         step = 0
@@ -145,13 +154,7 @@ class Serial:
         return step
 
     def _measured(
-        self,
-        method: Method,
-        model: Model,
-        name: str,
-        round_: int,
-        prefix: str,
-        on: Sequence[Split] = ("validation", "test"),
+        self, method: Method, model: Model, name: str, round_: int, prefix: str, on: Sequence[Split]
     ) -> dict[str, State]:
         """Measurements, addressed by the round whose model is measured."""
         self.watch(name, "measures")
