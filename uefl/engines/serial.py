@@ -107,20 +107,21 @@ class Serial:
 
     def _placed(self, silo: Silo) -> Silo:
         def placed(part: Part) -> Part:
-            layout = torch.channels_last if part.x.dim() == 4 else torch.contiguous_format
-            return Part(part.x.to(self.device, self.dtype, memory_format=layout), part.y.to(self.device))
+            return Part(laid_out(part.x.to(self.device, self.dtype)), part.y.to(self.device))
 
         return Silo(silo.name, placed(silo.train), placed(silo.validation), placed(silo.test), silo.domain)
 
     def _receive(self, method: Method, say: Broadcast, name: str) -> Model:
         """Bind the network to what this silo receives and to what it kept; the broadcast itself stays untouched."""
-        received = gathered(say.state, say.access[say.silos.index(name)])
+        said = gathered(say.state, say.access[say.silos.index(name)])
         kept = self.memory[name] if name in self.memory else self._first(method, name)
         own = {n: kept.get(n, self.initial[n]) for n in method.keeps(self.net)}
-        load(self.net, {**received, **own})
+        load(self.net, {**said, **own})
+        placed = self.net.state_dict()
+        received = {n: placed[n].clone() for n in said}  # in the network's layout, whatever that of the message
         rest = {n: t for n, t in kept.items() if n not in own}
         params = dict(self.net.named_parameters())
-        sent = {n: t.to(self.device) for n, t in say.sent.items()}
+        sent = {n: laid_out(t.to(self.device)) for n, t in say.sent.items()}
         return Model(self.net, params, sent=sent, received=received, kept=rest)
 
     def _first(self, method: Method, name: str) -> State:
@@ -196,6 +197,11 @@ class Serial:
         with torch.random.fork_rng():
             torch.manual_seed(address)
             yield
+
+
+def laid_out(tensor: Tensor) -> Tensor:
+    """Images with channels last: a checkpoint forgets the layout, and convolutions round differently in each."""
+    return torch.empty_like(tensor, memory_format=torch.channels_last).copy_(tensor) if tensor.dim() == 4 else tensor
 
 
 def load(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
