@@ -3,6 +3,7 @@
 from uefl.algorithms.book import Book
 from uefl.algorithms.bounds import Alone, Pooled
 from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.fedprox import FedProx
 from uefl.algorithms.uefl import UEFL, VQFedAvg
 from uefl.errors import unknown
 
@@ -10,6 +11,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "uefl": UEFL,
     "fedavg": FedAvg,
     "vq-fedavg": VQFedAvg,
+    "fedprox": FedProx,
     "alone": Alone,
     "pooled": Pooled,
 }
@@ -22,4 +24,14 @@ def algorithm(name: str) -> type[FedAvg]:
     return ALGORITHMS[name]
 
 
-__all__ = ["ALGORITHMS", "UEFL", "Alone", "Book", "FedAvg", "Pooled", "VQFedAvg", "algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "UEFL",
+    "Alone",
+    "Book",
+    "FedAvg",
+    "FedProx",
+    "Pooled",
+    "VQFedAvg",
+    "algorithm",
+]
