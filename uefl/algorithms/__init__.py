@@ -4,6 +4,7 @@ from uefl.algorithms.book import Book
 from uefl.algorithms.bounds import Alone, Pooled
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.fedprox import FedProx
+from uefl.algorithms.scaffold import Scaffold
 from uefl.algorithms.uefl import UEFL, VQFedAvg
 from uefl.errors import unknown
 
@@ -12,6 +13,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedavg": FedAvg,
     "vq-fedavg": VQFedAvg,
     "fedprox": FedProx,
+    "scaffold": Scaffold,
     "alone": Alone,
     "pooled": Pooled,
 }
@@ -32,6 +34,7 @@ __all__ = [
     "FedAvg",
     "FedProx",
     "Pooled",
+    "Scaffold",
     "VQFedAvg",
     "algorithm",
 ]
