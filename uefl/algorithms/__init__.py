@@ -3,6 +3,7 @@
 from uefl.algorithms.book import Book
 from uefl.algorithms.bounds import Alone, Pooled
 from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.fedbn import FedBN
 from uefl.algorithms.fedprox import FedProx
 from uefl.algorithms.scaffold import Scaffold
 from uefl.algorithms.uefl import UEFL, VQFedAvg
@@ -14,6 +15,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "vq-fedavg": VQFedAvg,
     "fedprox": FedProx,
     "scaffold": Scaffold,
+    "fedbn": FedBN,
     "alone": Alone,
     "pooled": Pooled,
 }
@@ -32,6 +34,7 @@ __all__ = [
     "Alone",
     "Book",
     "FedAvg",
+    "FedBN",
     "FedProx",
     "Pooled",
     "Scaffold",
