@@ -5,6 +5,7 @@ from uefl.algorithms.bounds import Alone, Pooled
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.fedbn import FedBN
 from uefl.algorithms.fedprox import FedProx
+from uefl.algorithms.fedsr import FedSR
 from uefl.algorithms.scaffold import Scaffold
 from uefl.algorithms.uefl import UEFL, VQFedAvg
 from uefl.errors import unknown
@@ -16,6 +17,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedprox": FedProx,
     "scaffold": Scaffold,
     "fedbn": FedBN,
+    "fedsr": FedSR,
     "alone": Alone,
     "pooled": Pooled,
 }
@@ -36,6 +38,7 @@ __all__ = [
     "FedAvg",
     "FedBN",
     "FedProx",
+    "FedSR",
     "Pooled",
     "Scaffold",
     "VQFedAvg",
