@@ -4,6 +4,7 @@ from uefl.algorithms.book import Book
 from uefl.algorithms.bounds import Alone, Pooled
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.fedbn import FedBN
+from uefl.algorithms.fediir import FedIIR
 from uefl.algorithms.fedprox import FedProx
 from uefl.algorithms.fedsr import FedSR
 from uefl.algorithms.scaffold import Scaffold
@@ -18,6 +19,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "scaffold": Scaffold,
     "fedbn": FedBN,
     "fedsr": FedSR,
+    "fediir": FedIIR,
     "alone": Alone,
     "pooled": Pooled,
 }
@@ -37,6 +39,7 @@ __all__ = [
     "Book",
     "FedAvg",
     "FedBN",
+    "FedIIR",
     "FedProx",
     "FedSR",
     "Pooled",
