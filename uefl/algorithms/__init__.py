@@ -4,6 +4,7 @@ from uefl.algorithms.book import Book
 from uefl.algorithms.bounds import Alone, Pooled
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.fedbn import FedBN
+from uefl.algorithms.fedcr import FedCR
 from uefl.algorithms.fediir import FedIIR
 from uefl.algorithms.fedprox import FedProx
 from uefl.algorithms.fedsr import FedSR
@@ -20,6 +21,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedbn": FedBN,
     "fedsr": FedSR,
     "fediir": FedIIR,
+    "fedcr": FedCR,
     "alone": Alone,
     "pooled": Pooled,
 }
@@ -39,6 +41,7 @@ __all__ = [
     "Book",
     "FedAvg",
     "FedBN",
+    "FedCR",
     "FedIIR",
     "FedProx",
     "FedSR",
