@@ -10,6 +10,7 @@ from uefl.algorithms.fedprox import FedProx
 from uefl.algorithms.fedsr import FedSR
 from uefl.algorithms.scaffold import Scaffold
 from uefl.algorithms.uefl import UEFL, VQFedAvg
+from uefl.algorithms.vhl import VHL
 from uefl.errors import unknown
 
 ALGORITHMS: dict[str, type[FedAvg]] = {
@@ -22,6 +23,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedsr": FedSR,
     "fediir": FedIIR,
     "fedcr": FedCR,
+    "vhl": VHL,
     "alone": Alone,
     "pooled": Pooled,
 }
@@ -37,6 +39,7 @@ def algorithm(name: str) -> type[FedAvg]:
 __all__ = [
     "ALGORITHMS",
     "UEFL",
+    "VHL",
     "Alone",
     "Book",
     "FedAvg",
