@@ -4,6 +4,7 @@ from uefl.algorithms.book import Book
 from uefl.algorithms.bounds import Alone, Pooled
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.fedbn import FedBN
+from uefl.algorithms.fedbr import FedBR
 from uefl.algorithms.fedcr import FedCR
 from uefl.algorithms.fediir import FedIIR
 from uefl.algorithms.fedprox import FedProx
@@ -24,6 +25,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fediir": FedIIR,
     "fedcr": FedCR,
     "vhl": VHL,
+    "fedbr": FedBR,
     "alone": Alone,
     "pooled": Pooled,
 }
@@ -44,6 +46,7 @@ __all__ = [
     "Book",
     "FedAvg",
     "FedBN",
+    "FedBR",
     "FedCR",
     "FedIIR",
     "FedProx",
