@@ -2,6 +2,7 @@
 
 from uefl.algorithms.book import Book
 from uefl.algorithms.bounds import Alone, Pooled
+from uefl.algorithms.distrans import DisTrans
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.fedbn import FedBN
 from uefl.algorithms.fedbr import FedBR
@@ -26,6 +27,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
     "fedcr": FedCR,
     "vhl": VHL,
     "fedbr": FedBR,
+    "distrans": DisTrans,
     "alone": Alone,
     "pooled": Pooled,
 }
@@ -44,6 +46,7 @@ __all__ = [
     "VHL",
     "Alone",
     "Book",
+    "DisTrans",
     "FedAvg",
     "FedBN",
     "FedBR",
