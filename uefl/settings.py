@@ -95,3 +95,16 @@ def parsed(text: str, kind: Any, name: str) -> Any:
             what = "a whole number" if kind is int else "a number"
             raise InputError(f"{name}={text} is not {what}") from None
     return text
+
+
+def from_plain(kind: type[T], values: Any) -> T:
+    """The settings that `plain` wrote down."""
+    hints = get_type_hints(kind)
+    return kind(**{name: _from_plain(hints[name], value) for name, value in values.items()})
+
+
+def _from_plain(kind: Any, value: Any) -> Any:
+    inner = next((k for k in (kind, *get_args(kind)) if is_dataclass(k)), None)
+    if isinstance(value, dict) and inner is not None:
+        return from_plain(inner, value)  # type: ignore[arg-type]
+    return tuple(value) if isinstance(value, list) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from uefl.algorithms.targets import TARGET
 from uefl.federation import Reply, Server, State
 from uefl.metrics import metrics
 
@@ -67,6 +68,9 @@ def closed(server: Server, answers: Mapping[str, Mapping[str, State]], prefix: s
         for split in ("validation", "train"):
             if prefix + split in mine:
                 silos[who][split] = _measured(mine[prefix + split], code_weight)
+        readings = {n.removeprefix(TARGET): _measured(a, code_weight) for n, a in mine.items() if n.startswith(TARGET)}
+        if readings:
+            silos[who]["readings"] = readings
     return server.but(pending={}, records=(*server.records, {**server.pending, "silos": silos}))
 
 
