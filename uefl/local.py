@@ -56,8 +56,11 @@ class Local:
 
     def clipped(self, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients scaled down to the largest norm allowed."""
-        if not self.clip:
-            return gradients
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
-        scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
-        return [g * scale for g in gradients]
+        return clipped(gradients, self.clip) if self.clip else gradients
+
+
+def clipped(gradients: list[Tensor], largest: float) -> list[Tensor]:
+    """Gradients of one client, scaled down together to a norm."""
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+    scale = (largest / (norm + 1e-6)).clamp(max=1.0)
+    return [g * scale for g in gradients]

@@ -15,6 +15,7 @@ from uefl.engines.serial import Serial
 from uefl.errors import InputError
 from uefl.experiment import Architecture
 from uefl.federation import Part
+from uefl.recipes import recipe
 
 VARIANTS = [(name, {}) for name in OTHERS] + [
     ("fedbr", {"pseudo": "mixture"}),
@@ -161,6 +162,12 @@ def test_a_value_that_makes_no_sense_is_named(name, wrong):
     (field,) = wrong
     with pytest.raises(InputError, match=field):
         ALGORITHMS[name](**wrong)
+
+
+@pytest.mark.parametrize("data", ["mnist5k", "cifar10", "pacs", "mnist"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_method_has_a_recipe_for_every_data_set(name, data):
+    assert recipe(name, data, "paper").method.budget == recipe("fedavg", data, "paper").method.budget
 
 
 def test_training_accuracy_is_recorded_where_asked():

@@ -77,4 +77,7 @@ def test_the_last_round_is_for_all_heads_and_no_body():
 
 
 def test_gradients_are_clipped_at_norm_10():
-    assert method("fedcr").local.clip == 10
+    of, model = method("fedcr"), model_of(network(method("fedcr"), PLAIN))
+    small, large = {"a": torch.ones(4), "b": torch.ones(5)}, {"a": torch.full((4,), 50.0), "b": torch.full((5,), 50.0)}
+    assert all(torch.equal(of.adjust(model, small)[n], small[n]) for n in small)
+    assert torch.cat(list(of.adjust(model, large).values())).norm() == pytest.approx(10, rel=1e-4)

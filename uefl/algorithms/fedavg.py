@@ -73,6 +73,10 @@ class FedAvg:
         """The model change this method asks for."""
         return self.codebook.build(net) if self.codebook else net
 
+    def suited(self, local: Local) -> Local:
+        """This method's form of a recipe's local training."""
+        return local
+
     def prepare(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         """The change of silos this method asks for: none, but for the bounds."""
         return silos

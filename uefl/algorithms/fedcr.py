@@ -7,7 +7,7 @@ mutual information regularization (ICML 2023).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from uefl.algorithms.checks import all_train, at_least_one, not_negative
 from uefl.algorithms.fedavg import FedAvg
 from uefl.errors import InputError
 from uefl.federation import Batch, Broadcast, Clients, Model, Part, Reply, Server, Silo, State, Update
-from uefl.local import Local
+from uefl.local import clipped
 from uefl.models.gaussian import Gaussian, divergence
 from uefl.models.net import single
 
@@ -40,13 +40,13 @@ class FedCR(FedAvg):
     train_draws: int = 15  # J, codes an image in training
     draws: int = 30  # the same at test time
     blend: float = 1.0  # how much of a new prior replaces the old one, the release's β₂
-    local: Local = field(default_factory=lambda: Local(clip=10.0))
+    largest: float = 10.0  # norm of the gradient, whatever recipe the local training follows
 
     no_codebook: ClassVar[str] = "its heads and priors already give every silo its own reading of shared features"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_negative(self, "beta")
+        not_negative(self, "beta", "largest")
         at_least_one(self, "dimensions", "train_draws", "draws")
         if not 0 <= self.blend <= 1:
             raise InputError(f"blend={self.blend} must be between 0 and 1")
@@ -102,6 +102,10 @@ class FedCR(FedAvg):
         # β KL(prior ‖ code): priors become so narrow that the other direction would explode
         prior = Gaussian(F.embedding(batch.y, model.sent[MEAN]), F.embedding(batch.y, model.sent[DEVIATION]))
         return task + self.beta * divergence(prior, q).mean()
+
+    def adjust(self, model: Model, gradients: State) -> State:
+        del model
+        return dict(zip(gradients, clipped(list(gradients.values()), self.largest)))
 
     def finish(self, model: Model, part: Part, *, steps: int, rate: float) -> tuple[State, State]:
         """Per class, the product of this silo's codes: Σ 1/σ² and Σ μ/σ², zero where it has no such image."""

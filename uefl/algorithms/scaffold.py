@@ -6,7 +6,7 @@ Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated lear
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -37,6 +37,10 @@ class Scaffold(FedAvg):
             )
         if not 0 <= self.local.momentum < 1:
             raise InputError(f"momentum={self.local.momentum} must be at least 0 and less than 1")
+
+    def suited(self, local: Local) -> Local:
+        # Recipes speak of Adam; SGD with momentum wants a rate about ten times as large.
+        return local if local.optimizer == "sgd" else replace(local, optimizer="sgd", rate=10 * local.rate)
 
     def start(self, clients: Clients) -> Server:
         server = super().start(clients)
