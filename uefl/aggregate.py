@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -63,9 +63,10 @@ def flaw(reply: Reply, state: State, row: Tensor) -> str:
     return ""
 
 
-def summed(states: Iterable[State]) -> State:
-    """Tensor by tensor, the sum of what several silos say."""
+def summed(states: Iterable[State], like: Mapping[str, Tensor]) -> State:
+    """Tensor by tensor, the sum of what several silos say, or nothing; who says something else is not heard."""
     total: State = {}
     for state in states:
-        total = {n: total[n] + t for n, t in state.items()} if total else dict(state)
+        if {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in like.items()}:
+            total = {n: total[n] + t for n, t in state.items()} if total else dict(state)
     return total

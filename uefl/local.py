@@ -43,16 +43,16 @@ class Local:
             return self.rate * 0.1 ** int(done * 3)  # a tenth after each third
         return self.rate
 
-    def build(self, params: Sequence[Tensor], rates: Sequence[float]) -> Optimizer:
-        """The optimiser of some weights, each with its learning rate; one group for each rate."""
+    def build(self, params: Sequence[Tensor], rate: float, times: Sequence[float] = ()) -> Optimizer:
+        """The optimiser of some weights; `times` the rate for each, where they differ."""
         groups: dict[float, list[Tensor]] = {}
-        for param, rate in zip(params, rates):
-            groups.setdefault(rate, []).append(param)
-        each: list[dict[str, Any]] = [{"params": group, "lr": rate} for rate, group in groups.items()]
+        for param, factor in zip(params, times or [1.0] * len(params)):
+            groups.setdefault(factor, []).append(param)
+        each: list[dict[str, Any]] = [{"params": group, "lr": rate * factor} for factor, group in groups.items()]
         if self.optimizer == "sgd":
-            return SGD(each, self.rate, momentum=self.momentum, weight_decay=self.weight_decay)
+            return SGD(each, rate, momentum=self.momentum, weight_decay=self.weight_decay)
         kind = AdamW if self.optimizer == "adamw" else Adam
-        return kind(each, self.rate, weight_decay=self.weight_decay)
+        return kind(each, rate, weight_decay=self.weight_decay)
 
     def clipped(self, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients scaled down to the largest norm allowed."""

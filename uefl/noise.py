@@ -137,3 +137,15 @@ def sampling(net: nn.Module) -> Iterator[None]:
     finally:
         for layer, was in layers:
             layer.train(was)
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while: nothing is drawn, and no statistics move."""
+    layers = [(m, m.training) for m in net.modules()]
+    net.eval()
+    try:
+        yield
+    finally:
+        for layer, was in layers:
+            layer.training = was

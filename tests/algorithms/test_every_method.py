@@ -9,6 +9,7 @@ import pytest
 import torch
 from federations import BOOK, OTHERS, WITH_CODEBOOK, accuracy, method, network, run, same, silos
 
+from uefl.aggregate import flaw
 from uefl.algorithms import ALGORITHMS
 from uefl.checkpoint import load_checkpoint, save_checkpoint
 from uefl.engines.serial import Serial
@@ -173,3 +174,22 @@ def test_every_method_has_a_recipe_for_every_data_set(name, data):
 def test_training_accuracy_is_recorded_where_asked():
     record = run(method("fedavg", watch_train=True)).records[-1]
     assert all(0 <= s["train"]["accuracy"] <= 1 for s in record["silos"].values())
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedcr"])
+def test_a_reply_whose_extras_are_not_finite_is_refused(name):
+    done = run(method(name), rounds=1)
+    reply, server = done.clients.replies[0], done.server
+    bad = {n: torch.full_like(t, float("nan")) for n, t in reply.extra.items()}
+    assert "not finite" in flaw(reply._replace(extra=bad), server.state, server.access[0])
+    assert flaw(reply, server.state, server.access[0]) == ""
+
+
+@pytest.mark.parametrize("name", ["scaffold", "distrans"])
+def test_a_silo_that_lost_what_it_kept_starts_afresh(name):
+    of = method(name)
+    done = run(of, rounds=2)
+    done.clients.memory["silo 0"] = {}
+    server = of.step(done.clients, done.server)
+    assert done.clients.memory["silo 0"]
+    assert not any("refused" in s for s in server.records[-1]["silos"].values())

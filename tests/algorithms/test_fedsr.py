@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from uefl.algorithms.fedsr import Prior
-from uefl.models.gaussian import Gaussian, divergence
+from uefl.gaussian import Gaussian, divergence
 from uefl.noise import Dropout
 
 

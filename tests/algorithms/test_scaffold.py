@@ -74,3 +74,13 @@ def test_silos_that_are_alike_need_no_correction():
     model = replace(PLAIN, dropout=0.0)
     a, b = run(method("scaffold", local=one), twins, model=model), run(method("fedavg", local=one), twins, model=model)
     assert distance(a.server.state, b.server.state) < 1e-5
+
+
+def test_a_silo_that_sends_something_else_beside_its_weights_is_not_heard():
+    of = method("scaffold")
+    done = run(of, rounds=1)
+    right = done.clients.replies[0]
+    name = next(iter(right.extra))
+    for wrong in ({}, {name: right.extra[name]}, {**right.extra, name: torch.zeros(1, 2, 3)}):
+        after = of.integrate(done.server, [right._replace(extra=wrong)])
+        assert distance(after.memory, done.server.memory) == 0

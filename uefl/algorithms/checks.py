@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 
 from uefl.errors import InputError
 from uefl.federation import Silo
@@ -28,3 +31,10 @@ def all_train(silos: Sequence[Silo], method: str, own: str) -> Sequence[Silo]:
         if not len(silo.train.y):
             raise InputError(f"{method} gives every silo its own {own}, but {silo.name} has no training images")
     return silos
+
+
+def one_network(net: nn.Module, method: str) -> Any:
+    """The network whose parts a method changes or looks into."""
+    if hasattr(net, "members"):
+        raise InputError(f"{method} looks into one network and cannot train an ensemble; set members=1")
+    return net

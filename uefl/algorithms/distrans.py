@@ -12,11 +12,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from uefl.algorithms.checks import not_negative
+from uefl.algorithms.checks import not_negative, one_network
 from uefl.algorithms.fedavg import FedAvg
 from uefl.codebook import tokens
 from uefl.federation import Broadcast, State, Update
-from uefl.models.net import single
 from uefl.noise import uniform
 
 OFFSET = "encoder.offset"
@@ -60,7 +59,7 @@ class DisTrans(FedAvg):
         not_negative(self, "blend", "offset_rate")
 
     def build(self, net: nn.Module) -> nn.Module:
-        one = single(net, "DisTrans")
+        one = one_network(net, "DisTrans")
         return super().build(one.but(encoder=TwoViews(one.encoder, one.shape, self.blend)))
 
     def keeps(self, net: nn.Module) -> Collection[str]:

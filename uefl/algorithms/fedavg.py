@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,16 @@ from uefl.aggregate import Mean, flaw
 from uefl.algorithms.book import Book
 from uefl.algorithms.record import closed, opened
 from uefl.algorithms.targets import read_targets
-from uefl.codebook import Coded
 from uefl.errors import InputError
 from uefl.federation import Batch, Broadcast, Clients, Model, Part, Reply, Server, Silo, Split, State, Update, whole
 from uefl.kmeans import kmeans
 from uefl.local import Local
 from uefl.metrics import measure
-from uefl.models.net import Prediction
 from uefl.noise import key, permutation
+
+if TYPE_CHECKING:
+    from uefl.codebook import Coded
+    from uefl.models.net import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uefl.algorithms.checks import at_least_one, not_negative
+from uefl.algorithms.checks import at_least_one, not_negative, one_network
 from uefl.algorithms.fedavg import FedAvg, cross_entropy
 from uefl.algorithms.patterns import enlarged, patterns
 from uefl.federation import Batch, Broadcast, Clients, Model, Server, State, Update, whole
-from uefl.models.net import evaluating, single
-from uefl.noise import Choice, key, permutation
+from uefl.noise import Choice, evaluating, key, permutation
 
 PSEUDO = "pseudo"
 PROJECTION = "projection."
@@ -61,7 +60,7 @@ class FedBR(FedAvg):
     # --- the server ---------------------------------------------------------------------------------------------
 
     def build(self, net: nn.Module) -> nn.Module:
-        built = single(net, "FedBR")
+        built = one_network(net, "FedBR")
         d = built.width
         built.projection = nn.Sequential(
             *(nn.Linear(d, 2 * d), nn.ReLU()), *(nn.Linear(2 * d, 2 * d), nn.ReLU()), nn.Linear(2 * d, d)
@@ -76,7 +75,7 @@ class FedBR(FedAvg):
 
     def made(self, clients: Clients) -> Tensor:
         """Means of noise images: one batch, of 8×8 pixels."""
-        channels = single(clients.net, "FedBR").shape[0]
+        channels = one_network(clients.net, "FedBR").shape[0]
         proxy = patterns(clients.seed, PSEUDO, self.local.batch, self.mixed, channels, spread=1.0)
         return proxy.reshape(self.local.batch, self.mixed, *proxy.shape[1:]).mean(1)
 
@@ -129,7 +128,7 @@ class FedBR(FedAvg):
         n, images = len(batch.y), model.sent[PSEUDO]
         x = images[torch.arange(n, device=images.device) % len(images)].to(batch.x.dtype)
         x = enlarged(x, batch.x) if x.shape != batch.x.shape else x
-        classes = single(model.net, "FedBR").classes
+        classes = one_network(model.net, "FedBR").classes
         target = batch.x.new_full((n, classes), 1 / classes)
         if self.pseudo == "mixture":
             index = model.call("choice", (n,), n)

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uefl.aggregate import summed
-from uefl.algorithms.checks import all_train, at_least_one, not_negative
+from uefl.algorithms.checks import all_train, at_least_one, not_negative, one_network
 from uefl.algorithms.fedavg import FedAvg
 from uefl.errors import InputError
 from uefl.federation import Batch, Broadcast, Clients, Model, Part, Reply, Server, Silo, State, Update
+from uefl.gaussian import Gaussian, divergence
 from uefl.local import clipped
-from uefl.models.gaussian import Gaussian, divergence
-from uefl.models.net import single
 
 HEAD = "classifier.head."
 MEAN, DEVIATION = "prior.mean", "prior.deviation"
@@ -54,13 +53,13 @@ class FedCR(FedAvg):
     # --- the server ---------------------------------------------------------------------------------------------
 
     def build(self, net: nn.Module) -> nn.Module:
-        return super().build(single(net, "FedCR").with_gaussian(self.dimensions, self.draws))
+        return super().build(one_network(net, "FedCR").with_gaussian(self.dimensions, self.draws))
 
     def prepare(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         return all_train(silos, "FedCR", "head")
 
     def start(self, clients: Clients) -> Server:
-        server, net = super().start(clients), single(clients.net, "FedCR")
+        server, net = super().start(clients), one_network(clients.net, "FedCR")
         like = next(t for t in server.state.values() if t.is_floating_point()).new_zeros(net.classes, self.dimensions)
         return server.but(memory={**server.memory, MEAN: like, DEVIATION: torch.ones_like(like)})
 
@@ -76,12 +75,13 @@ class FedCR(FedAvg):
         return after.but(state=server.state) if after.round == self.budget else after
 
     def integrate(self, server: Server, replies: Sequence[Reply]) -> Server:
-        if not replies:
-            return server
         old = Gaussian(server.memory[MEAN], server.memory[DEVIATION])
-        sums = {n: t.to(old.mean) for n, t in summed(r.extra for r in replies).items()}
-        new = product(sums["precision"], sums["shift"])
-        seen = (sums["precision"] > 0).any(1, keepdim=True)  # a class nobody had this round keeps its prior
+        sums = summed((r.extra for r in replies), {"precision": old.mean, "shift": old.mean})
+        if not sums:
+            return server
+        precision, shift = (sums[n].to(old.mean) for n in ("precision", "shift"))
+        new = product(precision, shift)
+        seen = (precision > 0).any(1, keepdim=True)  # a class nobody had this round keeps its prior
         mean, deviation = (torch.where(seen, torch.lerp(a, b, self.blend), a) for a, b in zip(old, new))
         return server.but(memory={**server.memory, MEAN: mean, DEVIATION: deviation})
 
@@ -111,9 +111,9 @@ class FedCR(FedAvg):
         """Per class, the product of this silo's codes: Σ 1/σ² and Σ μ/σ², zero where it has no such image."""
         del steps, rate
         size = self.local.evaluation_batch
-        return summed(
-            self.statistics(model, Batch(x, y)) for x, y in zip(torch.split(part.x, size), torch.split(part.y, size))
-        ), {}
+        pieces = zip(torch.split(part.x, size), torch.split(part.y, size))
+        each = [self.statistics(model, Batch(x, y)) for x, y in pieces]
+        return {n: torch.stack([mine[n] for mine in each]).sum(0) for n in each[0]}, {}
 
     def statistics(self, model: Model, batch: Batch) -> State:
         q = model.call("classifier.posterior", model.call("features", batch.x))

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 
 from uefl.aggregate import summed
-from uefl.algorithms.checks import not_negative
+from uefl.algorithms.checks import not_negative, one_network
 from uefl.algorithms.fedavg import FedAvg, cross_entropy
 from uefl.algorithms.record import counted
 from uefl.errors import InputError
 from uefl.federation import Batch, Clients, Model, Server, State
-from uefl.models.net import single
 
 HEAD = "classifier."
 MEAN = "gradient."  # prefix of the mean gradient ḡ among what is remembered and sent
@@ -44,7 +43,7 @@ class FedIIR(FedAvg):
             raise InputError(f"decay={self.decay} must be at least 0 and less than 1")
 
     def build(self, net: nn.Module) -> nn.Module:
-        return super().build(single(net, "FedIIR"))
+        return super().build(one_network(net, "FedIIR"))
 
     def start(self, clients: Clients) -> Server:
         server = super().start(clients)
@@ -54,7 +53,8 @@ class FedIIR(FedAvg):
     def round(self, clients: Clients, server: Server) -> Server:
         say = self.say(clients, server)._replace(round=server.round + 1, who=self.takes_part(clients, server), sent={})
         replies = [r for r in clients.ask(self, "head_gradient", say, ("train",)) if not r.refused]
-        total = summed(r.answers["train"] for r in replies)
+        like = {"count": torch.zeros(()), **self.sent(server)}
+        total = summed((r.answers.get("train", {}) for r in replies), like)
         # ḡ ← m ḡ + (1 − m) Σ g / n
         new = {n: g / total["count"] for n, g in total.items() if n.startswith(MEAN)}
         old = server.memory

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uefl.algorithms.checks import at_least_one, not_negative
+from uefl.algorithms.checks import at_least_one, not_negative, one_network
 from uefl.algorithms.fedavg import FedAvg
 from uefl.federation import Batch, Model
-from uefl.models.gaussian import LEAST, Gaussian, divergence
-from uefl.models.net import single
+from uefl.gaussian import LEAST, Gaussian, divergence
 
 PRIOR = "prior."
 
@@ -58,7 +57,7 @@ class FedSR(FedAvg):
         at_least_one(self, "draws")
 
     def build(self, net: nn.Module) -> nn.Module:
-        built = single(net, "FedSR").with_gaussian(self.dimensions, self.draws)
+        built = one_network(net, "FedSR").with_gaussian(self.dimensions, self.draws)
         built.prior = Prior(built.classes, self.dimensions or built.hidden)
         return super().build(built)
 

@@ -78,8 +78,8 @@ class Scaffold(FedAvg):
 
     def integrate(self, server: Server, replies: Sequence[Reply]) -> Server:
         # c ← c + 1/K Σ_k (c_k⁺ − c_k)
-        change, sharing = summed(r.extra for r in replies), int(server.memory["clients"])
-        memory = server.memory
+        memory, sharing = server.memory, int(server.memory["clients"])
+        change = summed((r.extra for r in replies), self.sent(server))
         return server.but(memory=memory | {n: memory[n] + d.to(memory[n]) / sharing for n, d in change.items()})
 
 

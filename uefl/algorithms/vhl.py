@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uefl.algorithms.checks import at_least_one, not_negative
+from uefl.algorithms.checks import at_least_one, not_negative, one_network
 from uefl.algorithms.fedavg import FedAvg, cross_entropy
 from uefl.algorithms.patterns import enlarged, patterns
 from uefl.federation import Batch, Clients, Model, Server, State
-from uefl.models.net import single
 from uefl.noise import Choice
 
 VIRTUAL = "virtual"
@@ -45,13 +44,13 @@ class VHL(FedAvg):
         at_least_one(self, "each")
 
     def build(self, net: nn.Module) -> nn.Module:
-        one = single(net, "VHL")
+        one = one_network(net, "VHL")
         built = one.but(classes=2 * one.classes)
         built.choice = Choice()
         return super().build(built)
 
     def start(self, clients: Clients) -> Server:
-        server, net = super().start(clients), single(clients.net, "VHL")
+        server, net = super().start(clients), one_network(clients.net, "VHL")
         images = patterns(clients.seed, VIRTUAL, net.classes // 2, self.each, net.shape[0])
         return server.but(memory={**server.memory, VIRTUAL: images})
 

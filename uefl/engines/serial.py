@@ -114,7 +114,7 @@ class Serial:
     def _receive(self, method: Method, say: Broadcast, name: str) -> Model:
         """Bind the network to what this silo receives and to what it kept; the broadcast itself stays untouched."""
         said = gathered(say.state, say.access[say.silos.index(name)])
-        kept = self.memory[name] if name in self.memory else self._first(method, name)
+        kept = self.memory.get(name) or self._first(method, name)
         own = {n: kept.get(n, self.initial[n]) for n in method.keeps(self.net)}
         load(self.net, {**said, **own})
         placed = self.net.state_dict()
@@ -125,7 +125,7 @@ class Serial:
         return Model(self.net, params, sent=sent, received=received, kept=rest)
 
     def _first(self, method: Method, name: str) -> State:
-        """What a silo that never trained keeps."""
+        """What a silo keeps that never trained, or lost what it kept."""
         first = method.first(self.net, key(self.seed, name, "first"))
         return {n: t.to(self.device, self.dtype) for n, t in first.items()}
 
@@ -136,8 +136,8 @@ class Serial:
         optimizers = []
         for update in method.updates(say):
             params = {n: p for n, p in model.params.items() if update.learns(n)}
-            rates = [say.rate * update.rate(n) for n in params]
-            optimizers.append((update, params, local.build(list(params.values()), rates)))
+            times = [update.rate(n) for n in params]
+            optimizers.append((update, params, local.build(list(params.values()), say.rate, times)))
         if not local.fresh:
             restore(model, [optimizer for *_, optimizer in optimizers])
         step = 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uefl.codebook import Codebook, Coded, tokens, uncoded
-from uefl.errors import InputError
-from uefl.models.gaussian import GaussianClassifier
+from uefl.gaussian import GaussianClassifier
 from uefl.noise import Dropout, noises, sampling
 
 
@@ -169,22 +167,3 @@ class Ensemble(nn.Module):
         del passes  # the members are the samples
         seen = self.forward(x)
         return seen._replace(samples=seen.logits)
-
-
-@contextmanager
-def evaluating(net: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while: nothing is drawn, and no statistics move."""
-    layers = [(m, m.training) for m in net.modules()]
-    net.eval()
-    try:
-        yield
-    finally:
-        for layer, was in layers:
-            layer.training = was
-
-
-def single(net: nn.Module, method: str) -> Net:
-    """The one network a method changes or looks into."""
-    if not isinstance(net, Net):
-        raise InputError(f"{method} looks into one network and cannot train an ensemble; set members=1")
-    return net
