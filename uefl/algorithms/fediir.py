@@ -5,6 +5,7 @@ Guo et al., Out-of-distribution generalization of federated learning via implici
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,6 +52,7 @@ class FedIIR(FedAvg):
         return server.but(memory={**server.memory, **zeros})
 
     def round(self, clients: Clients, server: Server) -> Server:
+        started = time.perf_counter()
         say = self.say(clients, server)._replace(round=server.round + 1, who=self.takes_part(clients, server), sent={})
         replies = [r for r in clients.ask(self, "head_gradient", say, ("train",)) if not r.refused]
         like = {"count": torch.zeros(()), **self.sent(server)}
@@ -59,7 +61,8 @@ class FedIIR(FedAvg):
         new = {n: g / total["count"] for n, g in total.items() if n.startswith(MEAN)}
         old = server.memory
         memory = old | {n: self.decay * old[n] + (1 - self.decay) * g.to(old[n]) for n, g in new.items()}
-        return counted(super().round(clients, server.but(memory=memory)), replies)
+        seconds = time.perf_counter() - started
+        return counted(super().round(clients, server.but(memory=memory)), replies, seconds)
 
     def sent(self, server: Server) -> State:
         return {n: g for n, g in server.memory.items() if n.startswith(MEAN)}

@@ -41,11 +41,14 @@ def noted(server: Server, seconds: float, **facts: Any) -> Server:
     return server.but(pending={**server.pending, "kmeans_seconds": known + seconds, **facts})
 
 
-def counted(server: Server, replies: Sequence[Reply]) -> Server:
-    """Add to the record the bytes that a question before training cost."""
-    down, up = sum(r.received_bytes for r in replies), sum(r.sent_bytes for r in replies)
-    known = server.pending
-    return server.but(pending={**known, "bytes_down": known["bytes_down"] + down, "bytes_up": known["bytes_up"] + up})
+def counted(server: Server, replies: Sequence[Reply], seconds: float) -> Server:
+    """Add to the record what a question before training cost."""
+    cost = {
+        "bytes_down": sum(r.received_bytes for r in replies),
+        "bytes_up": sum(r.sent_bytes for r in replies),
+        "seconds": seconds,
+    }
+    return server.but(pending={**server.pending, **{n: server.pending[n] + more for n, more in cost.items()}})
 
 
 def judged(server: Server, uncertain: Sequence[str], before: Server) -> Server:
