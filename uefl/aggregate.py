@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -57,4 +58,16 @@ def flaw(reply: Reply, state: State, row: Tensor) -> str:
             return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return f"{name} is not finite"
+    for name, tensor in reply.extra.items():
+        if not bool(torch.isfinite(tensor).all()):
+            return f"{name} is not finite"
     return ""
+
+
+def summed(states: Iterable[State], like: Mapping[str, Tensor]) -> State:
+    """Tensor by tensor, the sum of what several silos say, or nothing; who says something else is not heard."""
+    total: State = {}
+    for state in states:
+        if {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in like.items()}:
+            total = {n: total[n] + t for n, t in state.items()} if total else dict(state)
+    return total

@@ -98,6 +98,22 @@ class Dropout(Noise):
         return f"p={self.p}"
 
 
+class Sample(Noise):
+    """z ~ N(μ, σ²), reparameterised; in evaluation mode the mean."""
+
+    def forward(self, mean: Tensor, deviation: Tensor) -> Tensor:
+        if not self.training:
+            return mean
+        return mean + deviation * normal(self.salted(), mean.shape).to(mean.dtype)
+
+
+class Choice(Noise):
+    """Indices drawn with replacement."""
+
+    def forward(self, shape: Sequence[int], out_of: int) -> Tensor:
+        return (uniform(self.salted(), shape) * out_of).long().clamp_max(out_of - 1)
+
+
 def noises(net: nn.Module) -> list[Noise]:
     """All layers of a network that draw, each with a salt from its name."""
     found = [(name, m) for name, m in net.named_modules() if isinstance(m, Noise)]
@@ -127,8 +143,8 @@ def turns(net: nn.Module, passes: int) -> Iterator[int]:
 
 @contextmanager
 def sampling(net: nn.Module) -> Iterator[None]:
-    """Dropout draws; every other layer stays as it is, batch norm in evaluation mode included (D1)."""
-    layers = [(m, m.training) for m in net.modules() if isinstance(m, Dropout | nn.modules.dropout._DropoutNd)]
+    """Layers that draw do so; every other one stays as it is, batch norm in evaluation mode included (D1)."""
+    layers = [(m, m.training) for m in net.modules() if isinstance(m, Noise | nn.modules.dropout._DropoutNd)]
     for layer, _ in layers:
         layer.train()
     try:
@@ -136,3 +152,15 @@ def sampling(net: nn.Module) -> Iterator[None]:
     finally:
         for layer, was in layers:
             layer.train(was)
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while: nothing is drawn, and no statistics move."""
+    layers = [(m, m.training) for m in net.modules()]
+    net.eval()
+    try:
+        yield
+    finally:
+        for layer, was in layers:
+            layer.training = was

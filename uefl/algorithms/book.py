@@ -24,6 +24,7 @@ from uefl.noise import key, normal
 
 if TYPE_CHECKING:
     from uefl.algorithms.fedavg import FedAvg
+    from uefl.codebook import Coded
     from uefl.models.net import Prediction
 
 
@@ -61,7 +62,7 @@ class Book:
         built: nn.Module = net.with_codebook(self.segments, self.words, self.reduction)  # type: ignore[operator]
         return built
 
-    def loss(self, seen: Prediction) -> Tensor:
+    def loss(self, seen: Prediction | Coded) -> Tensor:
         """L_code = commitment·‖sg(c) − z‖² + codeword·‖c − sg(z)‖² (Eq. 7)."""
         return self.commitment * seen.commitment + self.codeword * seen.codeword
 

@@ -41,6 +41,16 @@ def noted(server: Server, seconds: float, **facts: Any) -> Server:
     return server.but(pending={**server.pending, "kmeans_seconds": known + seconds, **facts})
 
 
+def counted(server: Server, replies: Sequence[Reply], seconds: float) -> Server:
+    """Add to the record what a question before training cost."""
+    cost = {
+        "bytes_down": sum(r.received_bytes for r in replies),
+        "bytes_up": sum(r.sent_bytes for r in replies),
+        "seconds": seconds,
+    }
+    return server.but(pending={**server.pending, **{n: server.pending[n] + more for n, more in cost.items()}})
+
+
 def judged(server: Server, uncertain: Sequence[str], before: Server) -> Server:
     """Say in the record who was found uncertain, and how many words that brought."""
     gained = server.access[:, before.access.shape[1] :].sum(1).tolist()
@@ -58,8 +68,9 @@ def closed(server: Server, answers: Mapping[str, Mapping[str, State]], prefix: s
     for who, mine in answers.items():
         if f"{prefix}test" in mine:
             silos[who] |= _measured(mine[f"{prefix}test"], code_weight)
-        if f"{prefix}validation" in mine:
-            silos[who]["validation"] = _measured(mine[f"{prefix}validation"], code_weight)
+        for split in ("validation", "train"):
+            if prefix + split in mine:
+                silos[who][split] = _measured(mine[prefix + split], code_weight)
         readings = {n.removeprefix(TARGET): _measured(a, code_weight) for n, a in mine.items() if n.startswith(TARGET)}
         if readings:
             silos[who]["readings"] = readings
