@@ -60,7 +60,7 @@ def test_a_record_measures_the_integrated_model_of_its_own_round():
     server, records, expected = method.start(engine), [], []
     while server.round < method.budget:
         trained = method.round(engine, server)
-        answers = method.measured(clients(method), trained)  # before an extension
+        _, answers = method.measured(clients(method), trained)  # before an extension
         expected.append(method.close(trained.but(records=()), answers).records[-1])
         server = method.step(engine, server)
         records += server.records
@@ -157,7 +157,8 @@ def test_local_measurements_are_of_the_model_before_averaging():
     engine = clients(method)
     start = method.start(engine)
     reply = next(iter(engine.fit(method, method.say(engine, start)._replace(round=1))))
-    again = method.measured(clients(method), start.but(state=reply.tensors, round=1))["ada"]["test"]
+    _, answers = method.measured(clients(method), start.but(state=reply.tensors, round=1))
+    again = answers["ada"]["test"]
     expected = float(again["entropy"] / again["count"])
     assert records[0]["silos"]["ada"]["local_entropy"] == pytest.approx(expected, rel=1e-6)
     assert server.round == 2
