@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from stripes import LOCAL, ROUNDS, clients, play
+from stripes import LOCAL, ROUNDS, clients, play, short
 
 from uefl.algorithms import ALGORITHMS, UEFL, Book
 from uefl.records import append, read, summarise
@@ -82,7 +82,7 @@ def test_bytes_are_those_of_what_travels(run):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_method_can_be_summarised(name):
-    method = ALGORITHMS[name](**ROUNDS)
+    method = short(ALGORITHMS[name])
     if method.codebook:
         method = replace(method, codebook=replace(method.codebook, words=6, segments=2))
     engine = clients(method)
