@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from stripes import LOCAL, ROUNDS, clients, play
+from stripes import LOCAL, ROUNDS, clients, play, short
 
 from uefl.algorithms import ALGORITHMS, UEFL, Book
 from uefl.records import append, read, summarise
@@ -77,12 +77,14 @@ def test_bytes_are_those_of_what_travels(run):
     for record in records:
         for mine in record["silos"].values():
             assert mine["down"] == mine["up"] == shared + mine["words"] * 4 * 4
-        assert record["bytes_down"] == sum(mine["down"] for mine in record["silos"].values())
+        trained = sum(mine["down"] for mine in record["silos"].values())
+        asked = "first_book" in record or "judged" in record or record is records[-1]
+        assert record["bytes_down"] > trained if asked else record["bytes_down"] == trained  # questions count too
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_method_can_be_summarised(name):
-    method = ALGORITHMS[name](**ROUNDS)
+    method = short(ALGORITHMS[name])
     if method.codebook:
         method = replace(method, codebook=replace(method.codebook, words=6, segments=2))
     engine = clients(method)
