@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from uefl.errors import InputError
+from uefl.errors import InputError, unknown
 
 T = TypeVar("T")
 
@@ -95,3 +95,32 @@ def parsed(text: str, kind: Any, name: str) -> Any:
             what = "a whole number" if kind is int else "a number"
             raise InputError(f"{name}={text} is not {what}") from None
     return text
+
+
+def restored(kind: type[T], values: Any) -> T:
+    """The settings whose `plain` form this is. It may come from elsewhere, so every name and type is checked."""
+    if not isinstance(values, dict):
+        raise InputError(f"{kind.__name__} must be a table of fields, not {values!r}")
+    hints = get_type_hints(kind)
+    known = [f.name for f in fields(kind) if f.init]  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise unknown(f"field of {kind.__name__}", name, known)
+    return kind(**{name: _typed(value, hints[name], name) for name, value in values.items()})
+
+
+def _typed(value: Any, kind: Any, name: str) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _typed(value, next(a for a in args if a is not type(None)), name)
+    if is_dataclass(kind):
+        return restored(kind, value)  # type: ignore[arg-type]
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(v, args[0], name) for v in value)
+    if origin is Literal and value in args:
+        return value
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if kind in (bool, int, str) and type(value) is kind:
+        return value
+    raise InputError(f"{name}={value!r} is not of its type, {getattr(kind, '__name__', kind)}")

@@ -5,6 +5,7 @@ from uefl.algorithms.bounds import Alone, Pooled
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL, VQFedAvg
 from uefl.errors import unknown
+from uefl.plugins import has
 
 ALGORITHMS: dict[str, type[FedAvg]] = {
     "uefl": UEFL,
@@ -17,7 +18,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
 
 def algorithm(name: str) -> type[FedAvg]:
     """The method of this name."""
-    if name not in ALGORITHMS:
+    if not has(ALGORITHMS, "uefl.methods", name):
         raise unknown("method", name, ALGORITHMS)
     return ALGORITHMS[name]
 

@@ -163,9 +163,23 @@ class Book:
         say = method.say(clients, server)
         say = say._replace(who=tuple(w for w in who if clients.sizes[w]), sent={**say.sent, "words": torch.tensor(v)})
         replies = clients.ask(method, "centroids", say, ("train",))
+        found = {r.who: r.answers["train"] for r in replies if not r.refused}
+        like = [server.state[n] for n in server.state if is_words(n)]
         return {
-            r.who: (r.answers["train"]["centroids"], r.answers["train"]["counts"]) for r in replies if not r.refused
+            who: (mine["centroids"], mine["counts"])
+            for who, mine in found.items()
+            if fits(mine, (len(like), v, like[0].shape[1]))
         }
+
+
+def fits(found: Mapping[str, Tensor], most: tuple[int, int, int]) -> bool:
+    """Whether centroids [M, ≤ v, D] with counts are what was asked for: a silo may send anything."""
+    if not {"centroids", "counts"} <= found.keys():
+        return False
+    shape = tuple(found["centroids"].shape)
+    members, v, width = most
+    right = len(shape) == 3 and (shape[0], shape[2]) == (members, width) and 0 < shape[1] <= v
+    return right and tuple(found["counts"].shape) == shape[:2]
 
 
 def merged(found: Sequence[tuple[Tensor, Tensor]], v: int, seed: int) -> Tensor:
