@@ -20,7 +20,7 @@ from uefl.models.frozen import freeze_norm_statistics
 from uefl.models.net import Ensemble, Net
 from uefl.models.weights import load_weights
 from uefl.noise import key
-from uefl.settings import plain, restored
+from uefl.settings import from_plain, plain
 
 RESULTS = 1  # raised when a change of the code changes numbers
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -104,8 +104,8 @@ class Experiment:
     def of(cls, config: dict[str, Any]) -> Experiment:
         """The experiment whose `config` this is, of names and fields that are known here; anything else is refused."""
         rest = {name: value for name, value in config.items() if name not in ("name", "method")}
-        method = restored(algorithm(str(config.get("name"))), config.get("method"))
-        return replace(restored(cls, rest), method=method)
+        method = from_plain(algorithm(str(config.get("name"))), config.get("method"))
+        return replace(from_plain(cls, rest), method=method)
 
     def id(self, fingerprint: str) -> str:
         """Hash of experiment, data and results version; engine and device are in the header instead."""

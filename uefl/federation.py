@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from uefl.noise import key, permutation
+
 State = dict[str, Tensor]
 Split = Literal["train", "validation", "test"]
 WORDS = "codebook.words"  # a tensor whose name ends so has a row per codeword, and silos receive only their rows
@@ -34,6 +36,25 @@ class Silo:
     validation: Part
     test: Part
     domain: str = ""
+
+    @classmethod
+    def split(
+        cls,
+        name: str,
+        x: Tensor,
+        y: Tensor,
+        *,
+        domain: str = "",
+        test: float = 0.2,
+        validation: float = 0.1,
+        seed: int = 0,
+    ) -> Silo:
+        """A silo from one's own tensors: parts for test and, of the rest, for validation are drawn by the seed."""
+        order = permutation(key(seed, name, "split"), len(y)).to(y.device)
+        tests = round(len(y) * test)
+        held = tests + round((len(y) - tests) * validation)
+        train, kept, seen = (Part(x[at], y[at]) for at in (order[held:], order[tests:held], order[:tests]))
+        return cls(name, train, kept, seen, domain=domain)
 
     def part(self, split: Split) -> Part:
         found: Part = getattr(self, split)

@@ -97,8 +97,8 @@ def parsed(text: str, kind: Any, name: str) -> Any:
     return text
 
 
-def restored(kind: type[T], values: Any) -> T:
-    """The settings whose `plain` form this is. It may come from elsewhere, so every name and type is checked."""
+def from_plain(kind: type[T], values: Any) -> T:
+    """The settings that `plain` wrote down, here or elsewhere: every name and every type is checked."""
     if not isinstance(values, dict):
         raise InputError(f"{kind.__name__} must be a table of fields, not {values!r}")
     hints = get_type_hints(kind)
@@ -114,7 +114,7 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
     if origin in (Union, types.UnionType):
         return None if value is None else _typed(value, next(a for a in args if a is not type(None)), name)
     if is_dataclass(kind):
-        return restored(kind, value)  # type: ignore[arg-type]
+        return from_plain(kind, value)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list):
         return tuple(_typed(v, args[0], name) for v in value)
     if origin is Literal and value in args:

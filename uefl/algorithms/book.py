@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from uefl.algorithms.record import judged, noted
+from uefl.algorithms.targets import Reading
 from uefl.errors import InputError
 from uefl.federation import Clients, Server, is_words
 from uefl.kmeans import kmeans
@@ -45,6 +46,7 @@ class Book:
     scope: Literal["silo", "group"] = "silo"  # new words for each uncertain silo, or for all of them together (D7)
     growth: Literal["constant", "double"] = "constant"  # v new words, or as many as the largest v_k (D8)
     kept: Literal["all", "newest"] = "all"  # words a silo may use later: all it ever had, or first and newest (D10)
+    target_access: Reading = "shared"  # the words of a silo nobody trained with: shared, all, least_uncertain (D15)
     books: Literal["shared", "domain"] = "shared"  # the first book: one for all, or one per true domain (an oracle)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from uefl.aggregate import Mean, flaw
 from uefl.algorithms.book import Book
 from uefl.algorithms.record import closed, opened
+from uefl.algorithms.targets import read_targets
 from uefl.errors import InputError
 from uefl.federation import Batch, Broadcast, Clients, Model, Part, Reply, Server, Silo, State, Update, whole
 from uefl.kmeans import kmeans
@@ -116,7 +117,10 @@ class FedAvg:
     def measured(self, clients: Clients, server: Server) -> dict[str, Mapping[str, State]]:
         """Ask all silos to measure the model as it stands."""
         say = self.say(clients, server)
-        return {r.who: r.answers for r in clients.ask(self, "measure", say, ("validation", "test")) if not r.refused}
+        found = {r.who: r.answers for r in clients.ask(self, "measure", say, ("validation", "test")) if not r.refused}
+        if self.codebook:
+            return read_targets(self, clients, server, found, self.codebook.target_access)
+        return found
 
     def close(self, server: Server, answers: Mapping[str, Mapping[str, State]], prefix: str = "") -> Server:
         """Complete the record of the last round with what silos measured of its model."""

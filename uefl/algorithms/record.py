@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from uefl.algorithms.targets import TARGET
 from uefl.federation import Reply, Server, State
 from uefl.metrics import metrics
 
@@ -61,6 +62,9 @@ def closed(server: Server, answers: Mapping[str, Mapping[str, State]], prefix: s
             silos[who] |= _measured(mine[f"{prefix}test"], code_weight)
         if f"{prefix}validation" in mine:
             silos[who]["validation"] = _measured(mine[f"{prefix}validation"], code_weight)
+        readings = {n.removeprefix(TARGET): _measured(a, code_weight) for n, a in mine.items() if n.startswith(TARGET)}
+        if readings:
+            silos[who]["readings"] = readings
     return server.but(pending={}, records=(*server.records, {**server.pending, "silos": silos}))
 
 

@@ -15,8 +15,11 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from uefl.engines.flower import Flower
 from uefl.errors import Stopped
+from uefl.experiment import Experiment
 from uefl.flower.client import client_app
+from uefl.flower.connect import Hear, connect
 from uefl.flower.quiet import QUIET
 
 LOOPBACK = "127.0.0.1"  # Ray would listen to everyone
@@ -43,7 +46,12 @@ def simulation(
 
     config: Any = {
         "client_resources": {"num_cpus": cpus, "num_gpus": gpus},
-        "init_args": {"include_dashboard": False, "log_to_driver": False, "_node_ip_address": LOOPBACK},
+        "init_args": {
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": 40,
+            "_node_ip_address": LOOPBACK,
+        },
     }
     ended: list[str] = []
 
@@ -61,6 +69,15 @@ def simulation(
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def simulated(
+    experiment: Experiment, silos: int, *, state: Path, run: str, hear: Hear = lambda _silo, _doing: None
+) -> Iterator[Flower]:
+    """The clients of an experiment, simulated: one node for each of its silos."""
+    with simulation(silos, state=state) as grid:
+        yield connect(grid, experiment, silos=silos, run=run, hear=hear)
 
 
 def _attended(grid: Grid, ended: list[str]) -> Grid:

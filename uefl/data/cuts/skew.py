@@ -26,22 +26,27 @@ _LEAST = 10  # images of the smallest silo under quantity skew
 
 
 def vhl(data: Data, images: Images, seed: int) -> list[Share]:
+    """Labels from Dir(α) class by class, unequal sizes (VHL)."""
     return _by_labels(data, images, seed, partial(labels.vhl, alpha=data.alpha))
 
 
 def fedbr(data: Data, images: Images, seed: int) -> list[Share]:
+    """Labels from Dir(α · what is left), equal sizes, silo by silo (FedBR)."""
     return _by_labels(data, images, seed, partial(labels.fedbr, alpha=data.alpha))
 
 
 def dirichlet(data: Data, images: Images, seed: int) -> list[Share]:
+    """Labels from Dir(α), equal sizes, silo by silo."""
     return _by_labels(data, images, seed, partial(labels.dirichlet, alpha=data.alpha))
 
 
 def fedcr(data: Data, images: Images, seed: int) -> list[Share]:
+    """Labels from Dir(α), equal sizes, all silos dealt to at once (FedCR's 100 clients)."""
     return _by_labels(data, images, seed, partial(labels.fedcr, alpha=data.alpha))
 
 
 def classes(data: Data, images: Images, seed: int) -> list[Share]:
+    """So many consecutive classes a silo (`labels`), near-equal counts (FedCR)."""
     return _by_labels(data, images, seed, partial(labels.consecutive, each=data.labels))
 
 

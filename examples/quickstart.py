@@ -1,0 +1,21 @@
+"""Own silos as tensors, an own encoder, UEFL, a result."""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from uefl import UEFL, Book, Local, Silo, train
+
+x, y = (torch.tensor(a) for a in load_digits(return_X_y=True))  # 1797 digits of 8×8
+x = (x.float().view(-1, 1, 8, 8) - 5) / 6
+turned = {"north": x[:600], "east": x[600:1200].rot90(1, (2, 3)), "south": x[1200:].rot90(2, (2, 3))}
+labels = {"north": y[:600], "east": y[600:1200], "south": y[1200:]}
+silos = [Silo.split(name, turned[name], labels[name], domain=name) for name in turned]
+
+encoder = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1))
+method = UEFL(rounds=6, extra_rounds=4, local=Local(rate=2e-3, batch=32), codebook=Book(words=64))
+result = train(method, silos, encoder, classes=10, hidden=64)
+
+print(f"mean accuracy {result.accuracy:.3f}, mean entropy {result.entropy:.3f}")
+for name, silo in result.summary["mean of last 5"]["silos"].items():
+    print(f"{name}: accuracy {silo['accuracy']:.3f}, may use {silo['words']:.0f} words")

@@ -1,0 +1,88 @@
+"""The command line: it teaches, it answers mistakes in one line, it compares."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import BARE, TINY
+
+from uefl.commands.compare import PLAIN, strong
+from uefl.commands.words import spoken
+
+
+def uefl(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "uefl.cli", *words], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "ufl"], "'ufl' is neither a method (uefl, fedavg"),
+        (["run", "uefl", "gama=1"], "unknown field 'gama' (did you mean 'gamma'?)"),
+        (["run", "uefl", "gamma=x"], "gamma=x is not a number"),
+        (["run", "uefl", "words=1.5"], "words=1.5 is not a whole number"),
+        (["run", "uefl", "scope=all"], "scope=all; allowed: silo, group"),
+        (["run", "fedavg", "gamma=1"], "unknown field 'gamma'"),
+        (["run", "uefl", "fedavg"], "run takes one method"),
+        (["run", "mnist", "fmnist"], "one data set at a time"),
+        (["run", "segments=7"], "segments=7 does not divide"),
+        (["run", "encoder=vgg17"], "unknown encoder 'vgg17'; known: residual"),
+        (["run", "cut=round"], "unknown cut 'round'; known: domains"),
+        (["run", "--preset", "best"], "unknown preset 'best'; known: default, paper"),
+        (["run", "--device", "cuda:99"], "is not to be had here; allowed: cpu"),
+        (["list", "everything"], "unknown list 'everything'; known: methods"),
+        (["show", "."], "is not a run folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], line: str, tmp_path: Path) -> None:
+    answer = uefl(*words, *(["--out", str(tmp_path)] if words[0] == "run" else []))
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("uefl: ")
+    assert line in answer.stderr
+    assert answer.stderr.count("\n") == 1
+    assert not [f for f in tmp_path.rglob("*") if f.is_file() and f.name not in (".lock", "run.json")]
+
+
+def test_help_and_list_name_every_command_method_and_encoder() -> None:
+    assert all(word in uefl("--help").stdout for word in ("run", "compare", "list", "show", "data"))
+    everything = uefl("list").stdout
+    assert all(
+        word in everything for word in ("uefl", "fedavg", "vq-fedavg", "mnist5k", "folder", "held-out", "vgg16-bn")
+    )
+    assert "method.codebook.gamma" in uefl("list", "uefl").stdout
+
+
+def test_compare_says_who_was_uncertain_and_ends_with_one_table(tmp_path: Path) -> None:
+    answer = uefl("compare", *TINY, "--out", str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    assert "uefl: after round 3," in answer.stdout
+    assert "words of their own" in answer.stdout
+    assert all(word in answer.stdout for word in ("D1-1", "D3 (120°)", "mA, mE, mP", "the better by validation"))
+    assert list(tmp_path.glob("compare-*/figure.png"))
+    again = uefl("compare", *TINY, "--out", str(tmp_path))
+    assert again.stdout.count("finished before") == 3
+
+
+def test_a_setting_reaches_every_method_that_has_it() -> None:
+    experiments = spoken([*BARE, "gamma=0.5", "seed=4"], ["fedavg", "uefl"], "default")
+    assert {e.seed for e in experiments.values()} == {4}
+    assert experiments["uefl"].method.codebook is not None
+    assert experiments["uefl"].method.codebook.gamma == 0.5
+    assert experiments["uefl"].method.budget == experiments["fedavg"].method.budget
+
+
+def test_fedavg_is_compared_with_and_without_layer_norm() -> None:
+    experiments = strong(spoken([], ["fedavg", "uefl"], "default"))
+    assert experiments["fedavg"].model.normalise == "layer"
+    assert experiments[PLAIN].model.normalise == "none"
+    assert PLAIN not in strong(spoken([], ["fedavg"], "default"))
+
+
+def test_the_paper_preset_is_the_papers() -> None:
+    (experiment,) = spoken(["mnist"], ["uefl"], "paper").values()
+    book = experiment.method.codebook
+    assert book is not None
+    assert (book.words, book.gamma, book.segments, book.first, book.errors) == (32, 0.3, 1, "gaussian", 0)
+    assert (book.commitment, experiment.model.normalise, experiment.model.width) == (1, "none", 128)
+    assert (experiment.method.rounds, experiment.method.extra_rounds, experiment.method.iterations) == (40, 20, 5)

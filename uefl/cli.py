@@ -1,0 +1,130 @@
+"""`uefl`: the command line. A user's mistake is one line on stderr and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from uefl.commands import compare as compare_
+from uefl.commands import data, listing, showing
+from uefl.commands.seeds import compare_seeds, parsed_seeds
+from uefl.commands.words import spoken
+from uefl.errors import InputError, Stopped
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Federated learning across silos whose data do not look alike.
+
+Every silo measures how unsure the shared model is on its data; the silos that stand out get codewords of their own.
+
+    uefl compare                     FedAvg beside UEFL, on embedded digits
+
+    uefl run                         UEFL alone on the same digits
+
+    uefl run uefl mnist gamma=0.2    other data, one setting changed
+
+    uefl list                        methods, data sets, cuts, encoders
+
+    uefl list uefl                   every setting of a method
+
+    uefl data show mnist             a picture of the silos, before training
+
+    uefl show runs/…                 the table of a finished run
+
+Results go to `runs/`, one folder a run. Nothing is overwritten: a finished run is shown, an unfinished one goes on.""",
+)
+app.add_typer(data.app, name="data")
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[METHOD] [DATA] [FIELD=VALUE]...", help="see `uefl list`; nothing: the embedded default"),
+]
+Out = Annotated[Path, typer.Option(help="folder of run folders")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Threads = Annotated[int, typer.Option(help="torch threads a run; more than one can be slower on shared cores")]
+Preset = Annotated[str, typer.Option(help="default (what won) or paper (what the paper says)")]
+
+
+@app.command()
+def run(
+    words: Words = None,
+    out: Out = Path("runs"),
+    device: Device = "cpu",
+    threads: Threads = 1,
+    preset: Preset = "default",
+    engine: Annotated[str, typer.Option(help="serial, or flower: silos as processes on Flower's runtime")] = "serial",
+) -> None:
+    """Run one method on one data set.
+
+    Examples: `uefl run`, `uefl run fedavg mnist seed=1`, `uefl run uefl folder path=photos rounds=5 local.rate=3e-4`.
+    """
+    experiments = spoken(words or [], ["uefl"], preset)
+    if len(experiments) > 1:
+        raise InputError(f"run takes one method, not {', '.join(experiments)}; `uefl compare` takes several")
+    compare_.compare(experiments, out, compare_.Where(device, threads, 1, engine), Console())
+
+
+@app.command()
+def compare(
+    words: Words = None,
+    out: Out = Path("runs"),
+    device: Device = "cpu",
+    threads: Threads = 1,
+    workers: Annotated[int, typer.Option(help="runs at a time; 0: one a core")] = 0,
+    preset: Preset = "default",
+    seeds: Annotated[str, typer.Option(help="several seeds, such as 0,1,2: means with their spread")] = "",
+) -> None:
+    """Run several methods at equal rounds and set them side by side.
+
+    FedAvg runs with and without layer norm, and the better one by validation stands in the table: a strong FedAvg.
+
+    Examples: `uefl compare`, `uefl compare --seeds 0,1,2`, `uefl compare fedavg vq-fedavg uefl seed=2`.
+    """
+    experiments = compare_.strong(spoken(words or [], ["fedavg", "uefl"], preset))
+    where = compare_.Where(device, threads, workers)
+    if seeds:
+        compare_seeds(experiments, parsed_seeds(seeds), out, where, Console())
+    else:
+        compare_.compare(experiments, out, where, Console())
+
+
+@app.command("list")
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, data, cuts, encoders, or a method for its settings")] = "",
+) -> None:
+    """List methods, data sets and encoders, or all settings of a method."""
+    listing.listing(what, Console())
+
+
+@app.command()
+def show(folder: Annotated[list[Path], typer.Argument(help="folders of finished runs, side by side")]) -> None:
+    """Show finished runs as one table."""
+    showing.showing(folder, Console())
+
+
+def main() -> None:
+    """Entry point: errors a user can mend are one line and exit code 2."""
+    torch.set_num_threads(1)
+    try:
+        app()
+    except InputError as e:
+        print(f"uefl: {e}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    except Stopped as e:
+        print(f"uefl: {e}", file=sys.stderr)  # noqa: T201
+        sys.exit(3)
+    except KeyboardInterrupt:
+        print("uefl: stopped; the same command goes on from the last round", file=sys.stderr)  # noqa: T201
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""`uefl list`: what there is to choose from."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from uefl.algorithms import ALGORITHMS
+from uefl.data import CUTS, SOURCES
+from uefl.errors import unknown
+from uefl.models.encoders import ENCODERS
+from uefl.recipes import recipe
+from uefl.settings import leaves
+
+SECTIONS = ("methods", "data", "cuts", "encoders")
+
+
+def listing(what: str, console: Console) -> None:
+    if what and what not in (*SECTIONS, *ALGORITHMS):
+        raise unknown("list", what, (*SECTIONS, *ALGORITHMS))
+    if what in ALGORITHMS:
+        _settings(what, console)
+        return
+    sections = {
+        "methods": {name: (kind.__doc__ or "").split("\n")[0] for name, kind in ALGORITHMS.items()},
+        "data": {name: source.about for name, source in SOURCES.items()},
+        "cuts": {name: (cut.__doc__ or "").split("\n")[0] for name, cut in CUTS.items()},
+        "encoders": {name: entry.about for name, entry in ENCODERS.items()},
+    }
+    for title in [what] if what else SECTIONS:
+        table = Table(box=None, show_header=False, padding=(0, 2), title=f"[bold]{title}[/bold]", title_justify="left")
+        for name, about in sections[title].items():
+            table.add_row(f"[bold]{name}[/bold]", about)
+        console.print(table)
+        console.print()
+
+
+def _settings(method: str, console: Console) -> None:
+    table = Table(title=f"settings of {method} on mnist5k: change any as field=value", title_justify="left", box=None)
+    table.add_column("field")
+    table.add_column("value")
+    for path, value in leaves(recipe(method, "mnist5k")):
+        table.add_row(".".join(path), ",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    console.print(table)

@@ -1,0 +1,42 @@
+"""What a user says: `uefl compare fedavg uefl mnist gamma=0.2` as experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from uefl.algorithms import ALGORITHMS
+from uefl.data import SOURCES
+from uefl.errors import InputError
+from uefl.experiment import Experiment
+from uefl.recipes import recipe
+from uefl.settings import has, override
+
+DATA = "mnist5k"
+
+
+def spoken(words: Sequence[str], methods: Sequence[str], preset: str) -> dict[str, Experiment]:
+    """One experiment a method named (or of those meant when none is), with every `field=value` that it has."""
+    assignments = [w for w in words if "=" in w]
+    names = [w for w in words if "=" not in w]
+    for name in names:
+        if name not in ALGORITHMS and name not in SOURCES:
+            raise InputError(
+                f"'{name}' is neither a method ({', '.join(ALGORITHMS)}), nor a data set ({', '.join(SOURCES)}), "
+                "nor field=value"
+            )
+    data = [n for n in names if n in SOURCES] or [DATA]
+    if len(data) > 1:
+        raise InputError(f"one data set at a time, not {', '.join(data)}")
+    chosen = list(dict.fromkeys(n for n in names if n in ALGORITHMS)) or list(methods)
+    cut = next((a.removeprefix("cut=") for a in assignments if a.startswith("cut=")), "")
+    base = {name: recipe(name, data[0], preset, cut) for name in chosen}
+    return {name: override(e, _own(e, assignments, base)) for name, e in base.items()}
+
+
+def _own(experiment: Experiment, assignments: Sequence[str], base: dict[str, Experiment]) -> list[str]:
+    """The assignments that concern this method: `gamma=0.2` is for those with a codebook, but not for nobody."""
+    return [
+        a
+        for a in assignments
+        if has(experiment, a.partition("=")[0]) or not any(has(e, a.partition("=")[0]) for e in base.values())
+    ]
