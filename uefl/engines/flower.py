@@ -12,7 +12,7 @@ from torch import nn
 
 from uefl.errors import InputError, Stopped
 from uefl.federation import Broadcast, Method, Reply, Split, State, gathered, size_in_bytes
-from uefl.flower.census import Census
+from uefl.flower.census import Census, Fact
 from uefl.flower.reading import Reader, Stranger
 from uefl.flower.wire import halved, packed
 from uefl.settings import plain
@@ -33,6 +33,7 @@ class Flower:
         census: Census,
         net: nn.Module,
         *,
+        facts: Sequence[Fact],
         run: str,
         seed: int,
         classes: Sequence[str],
@@ -44,9 +45,14 @@ class Flower:
         self.census, self.seed, self.half, self.watch = census, seed, half, watch
         self.net, self.device = net.to(dtype), torch.device("cpu")
         self.memory: dict[str, State] = {}
-        self._facts = {name: census.facts[name] for name in sorted(census.nodes)}
+        self._facts = {fact.silo: fact for fact in sorted(facts)}
         self._about = {"run": run, "shape": list(shape), "classes": list(classes), "half": half}
         self._reader = Reader(net, tuple(shape), dtype=dtype, half=half)
+
+    @property
+    def facts(self) -> list[Fact]:
+        """What the silos of this run say of themselves."""
+        return list(self._facts.values())
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -60,16 +60,18 @@ class Census:
         self.refused: dict[int, str] = {}  # nodes that cannot take part, and why
         self._asked: dict[str, int] = {}  # queries on their way, and to which node
 
-    def gather(self, count: int) -> list[Fact]:
-        """Wait for so many silos; after the deadline, go on with a quorum of them or stop."""
-        self._until(lambda: len(self.nodes) + len(self.refused) >= count)
+    def gather(self, count: int, known: Sequence[Fact] = ()) -> list[Fact]:
+        """Wait for so many silos, or for those of a run that goes on; a quorum of them is enough in the end."""
+        self.facts = {fact.silo: fact for fact in known}
+        count = len(known) or count
+        self._until(lambda: sum(not known or n in self.facts for n in self.nodes) + len(self.refused) >= count)
         if len(self.nodes) < max(self.patience.enough(count), 1):
             why = "".join(f"; {reason}" for reason in self.refused.values())
             raise InputError(
                 f"{len(self.nodes)} of {count} silos are there after {self.patience.wait:.0f} s, "
                 f"{self.patience.enough(count)} are needed{why}"
             )
-        return [self.facts[name] for name in sorted(self.nodes)]
+        return list(known) or [self.facts[name] for name in sorted(self.nodes)]
 
     def present(self, names: Sequence[str]) -> dict[str, int]:
         """The nodes of these silos, of those that are there; waits only while they are too few."""

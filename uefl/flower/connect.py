@@ -25,15 +25,17 @@ def connect(
     patience: Patience | None = None,
     half: bool = False,
     run: str = "",
+    known: Sequence[Fact] = (),
     hear: Hear = lambda _silo, _doing: None,
 ) -> Flower:
-    """The engine for an experiment with so many silos behind this grid. `hear` is told what silos do."""
+    """The engine for an experiment with so many silos behind this grid; `known` are those of a run that goes on."""
     census = Census(grid, experiment.config(), patience or Patience(), hear)
-    facts = census.gather(silos)
+    facts = census.gather(silos, known)
     shape, classes = agreed(facts)
     return Flower(
         census,
         experiment.network(shape, len(classes)),
+        facts=facts,
         run=run or experiment.id(mark(facts)),
         seed=experiment.seed,
         classes=classes,
