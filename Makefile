@@ -1,11 +1,12 @@
 # make demo   sets up and runs the main job on embedded data
+# make deploy-demo   three silos on this machine, over TLS, on Flower
 # make test   sets up, lints, type-checks and tests; .ci/run calls it
 PYTHON ?= python3
 BIN := .venv/bin
 # One torch thread a process: two on shared cores can be many times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-real format clean
+.PHONY: demo deploy-demo test test-real format clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -15,6 +16,9 @@ export OMP_NUM_THREADS ?= 1
 
 demo: .venv/ready
 	$(BIN)/uefl compare
+
+deploy-demo: .venv/ready
+	$(BIN)/uefl deploy demo runs/deploy-demo-$$(date +%Y%m%d-%H%M%S)
 
 test: .venv/ready
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from uefl.commands import compare as compare_
-from uefl.commands import data, listing, showing
+from uefl.commands import data, deploy, listing, showing
 from uefl.commands.seeds import compare_seeds, parsed_seeds
 from uefl.commands.words import spoken
 from uefl.errors import InputError, Stopped
@@ -42,6 +42,7 @@ Every silo measures how unsure the shared model is on its data; the silos that s
 Results go to `runs/`, one folder a run. Nothing is overwritten: a finished run is shown, an unfinished one goes on.""",
 )
 app.add_typer(data.app, name="data")
+app.add_typer(deploy.app, name="deploy")
 
 Words = Annotated[
     list[str] | None,

@@ -60,6 +60,7 @@ def serve(grid: Grid, experiment: Experiment, config: dict[str, Any], *, listen:
         deadline=float(config["deadline"]),
         quorum=int(config["quorum"]),
         retries=int(config["retries"]),
+        poll=0.5,  # seconds, and a request to the SuperLink each time
     )
     # The server cannot see the data, so the federation's name stands for them: another name is another run.
     mark = hashlib.sha256(str(config["federation"]).encode()).hexdigest()[:16]
