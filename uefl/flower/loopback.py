@@ -99,9 +99,11 @@ class Loopback:
         end = time.monotonic() + 10
         while time.monotonic() < end and any(p.poll() is None for p in self.processes.values()):
             time.sleep(0.1)
-        for pid in self.alive():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while left := self.alive():  # again and again: a process may start another while it ends
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
         for process in self.processes.values():
             process.wait()
 
