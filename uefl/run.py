@@ -74,8 +74,10 @@ def run(
 
     def clients() -> AbstractContextManager[Engine]:
         if engine == "flower":
-            from uefl.flower.simulation import simulated  # an extra: only who asks for it needs Flower
-
+            try:  # an extra: only who asks for it needs Flower
+                from uefl.flower.simulation import simulated
+            except ImportError:
+                raise InputError("engine=flower needs Flower: pip install 'uefl[flower]'") from None
             return simulated(
                 experiment, len(silos), state=root.resolve() / "state", run=experiment.id(setting.mark), hear=watch
             )

@@ -1,5 +1,7 @@
 """A silo runs only what is installed there: names are looked up, and unknown ones are refused at the silo."""
 
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -87,3 +89,8 @@ def test_a_method_of_an_installed_package_is_found_by_its_entry_point(monkeypatc
     assert plugins.has(known, "uefl.methods", "mine")
     assert issubclass(known["mine"], FedAvg)
     assert not plugins.has(known, "uefl.methods", "other")
+
+
+def test_uefl_itself_never_imports_flower():
+    code = "import sys, uefl, uefl.cli, uefl.run; sys.exit(len({'flwr', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
