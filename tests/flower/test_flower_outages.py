@@ -33,7 +33,8 @@ def federation(folder: Path, settings: str, port: int, **fields: object) -> Path
 
 
 def records(folder: Path) -> list[dict]:
-    return [json.loads(line) for path in folder.glob("coordinator/runs/*/records.jsonl") for line in path.open()]
+    (path,) = folder.glob("coordinator/runs/*/records.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def background(processes: Loopback) -> threading.Thread:
