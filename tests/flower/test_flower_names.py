@@ -94,3 +94,10 @@ def test_a_method_of_an_installed_package_is_found_by_its_entry_point(monkeypatc
 def test_uefl_itself_never_imports_flower():
     code = "import sys, uefl, uefl.cli, uefl.run; sys.exit(len({'flwr', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["uefl.engines.flower", "uefl.flower.simulation", "uefl.flower.client"])
+def test_nothing_calls_home(module):
+    code = f"import sys, {module}; from flwr.supercore import telemetry; sys.exit(telemetry.FLWR_TELEMETRY_ENABLED)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stderr.strip() == "0"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from flwr.app import Message, MessageType
 from torch import nn
 
 from uefl.errors import InputError, Stopped
 from uefl.federation import Broadcast, Method, Reply, Split, State, gathered, size_in_bytes
 from uefl.flower.census import Census, Fact
 from uefl.flower.reading import Reader, Stranger
-from uefl.flower.wire import halved, packed
+from uefl.flower.wire import halved, letter
 from uefl.settings import plain
+
+if TYPE_CHECKING:
+    from flwr.app import Message
 
 ACCEPTED = "accepted"  # in `memory`: the last round of which what a silo kept counts
 Order = dict[str, Any]
@@ -122,13 +124,14 @@ class Flower:
         (name,) = say.silos
         accepted = int(self.memory[name][ACCEPTED]) if name in self.memory else 0
         told = {"silo": name, "round": say.round, "rate": say.rate, "accepted": accepted}
-        content = packed(
+        return letter(
             {**told, **self._about, **order, "experiment": self.census.experiment},
+            node,
+            "evaluate" if "task" in order else "train",
+            life=self.census.patience.deadline,
             state=self._small(say.state),
             sent=self._small(say.sent),
         )
-        kind = MessageType.EVALUATE if "task" in order else MessageType.TRAIN
-        return Message(content, node, kind, ttl=max(self.census.patience.deadline, 1.0), group_id=str(say.round))
 
     def _small(self, state: State) -> State:
         return halved(state) if self.half else state

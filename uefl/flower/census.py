@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flwr.app import Message, MessageType
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from uefl.errors import InputError
-from uefl.flower.wire import packed, said
+from uefl.flower.wire import letter, said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +106,7 @@ class Census:
             self._meet(self._asked.pop(reply.metadata.reply_to_message_id), reply)
 
     def _ask(self, node: int) -> None:
-        content = packed({"experiment": self.experiment})
-        message = Message(content, node, MessageType.QUERY, ttl=max(self.patience.wait, 1.0))
+        message = letter({"experiment": self.experiment}, node, "query", life=self.patience.wait)
         for query in self.grid.push_messages([message]):
             if query:
                 self._asked[query] = node

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from uefl.errors import Stopped
 from uefl.experiment import Experiment
 from uefl.flower.client import client_app
 from uefl.flower.connect import Hear, connect
-from uefl.flower.quiet import QUIET
 
 LOOPBACK = "127.0.0.1"  # Ray would listen to everyone
 
@@ -30,9 +28,7 @@ def simulation(
     nodes: int, *, state: Path, cpus: int = 1, gpus: float = 0.0, app: ClientApp | None = None
 ) -> Iterator[Grid]:
     """A grid of so many simulated nodes, each with so many cores; all processes are gone when the block ends."""
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
-    from flwr.simulation import run_simulation  # Ray reads the environment when it is imported
+    from flwr.simulation import run_simulation  # slow to import, with Ray behind it
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
     grids: queue.Queue[Grid] = queue.Queue()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
@@ -21,6 +21,18 @@ def packed(body: Mapping[str, Any], **tensors: Mapping[str, Tensor]) -> RecordDi
     """A message's content. The JSON holds settings and counts, never data."""
     records = {name: ArrayRecord({n: Array(_plain(t)) for n, t in state.items()}) for name, state in tensors.items()}
     return RecordDict({BODY: ConfigRecord({"json": json.dumps(body)}), **records})
+
+
+def letter(
+    told: Mapping[str, Any],
+    node: int,
+    kind: Literal["query", "train", "evaluate"],
+    *,
+    life: float,
+    **tensors: Mapping[str, Tensor],
+) -> Message:
+    """A message to a node; nobody answers it after its life is over."""
+    return Message(packed(told, **tensors), node, kind, ttl=max(life, 1.0), group_id=str(told.get("round", "")))
 
 
 def body(message: Message) -> dict[str, Any]:
