@@ -8,7 +8,7 @@ import torch
 from federating import QUICK, SILOS, driven, experiment, flower, furthest, in_process
 
 from uefl.checkpoint import load_checkpoint, save_checkpoint
-from uefl.errors import InputError, Stopped
+from uefl.errors import Stopped
 from uefl.flower.wire import body
 
 
@@ -131,7 +131,7 @@ def test_a_stopped_run_resumes_to_the_same_result(name, tmp_path):
 def test_too_few_silos_at_the_start_are_an_error(tmp_path):
     grid = in_process(tmp_path)
     grid.nodes = {90: {"partition-id": 0}}
-    with pytest.raises(InputError, match=r"1 of 3 silos are there .* 2 are needed"):
+    with pytest.raises(Stopped, match=r"1 of 3 silos are there .* 2 are needed"):
         flower(grid, experiment("fedavg"))
 
 

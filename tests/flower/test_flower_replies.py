@@ -42,6 +42,7 @@ POISON = {
     "wrong kind": (lambda s: first(s, lambda a: a.astype(complex)), None, "expected torch.float64"),
     "no examples": (lambda s: s, {"size": 0}, "not positive"),
     "negative count": (lambda s: s, {"size": -5}, "not positive"),
+    "huge count": (lambda s: s, {"size": 10**400}, "at the start it said"),
     "no count": (lambda s: s, {"size": None}, "how many"),
     "another name": (lambda s: s, {"silo": "D1-1"}, "calls itself"),
     "more words": (
@@ -69,10 +70,11 @@ def test_a_poisoned_reply_is_refused_and_named(kind, tmp_path):
     "changes",
     [
         lambda s: {n: a * math.nan for n, a in s.items()},
+        lambda s: first(s, lambda a: a * math.nan),
         lambda s: dict(list(s.items())[1:]),
         lambda s: {n: np.zeros(7) for n in s},
     ],
-    ids=["NaN", "missing", "wrong shape"],
+    ids=["NaN", "one NaN", "missing", "wrong shape"],
 )
 def test_poisoned_measurements_are_refused_too(changes, tmp_path):
     what = experiment("fedavg", rounds=2, iterations=1)

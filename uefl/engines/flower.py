@@ -143,7 +143,7 @@ class Flower:
             return Reply(name, self.sizes[name], refused=message), False
         down = size_in_bytes(self._small(say.state)) + size_in_bytes(self._small(say.sent))
         try:
-            reply, keeps = self._reader.read(message, method, say, order.get("task", ""))
+            reply, keeps = self._reader.read(message, method, say, task=order.get("task", ""), size=self.sizes[name])
         except InputError as e:
             if isinstance(e, Stranger):
                 self.census.doubt(name)

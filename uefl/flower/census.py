@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from uefl.errors import InputError
+from uefl.errors import InputError, Stopped
 from uefl.flower.wire import letter, said
+
+MOST = 2**40  # examples that we believe a silo to have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +65,19 @@ class Census:
     def gather(self, count: int, known: Sequence[Fact] = ()) -> list[Fact]:
         """Wait for so many silos, or for those of a run that goes on; a quorum of them is enough in the end."""
         self.facts = {fact.silo: fact for fact in known}
-        count = len(known) or count
-        self._until(lambda: sum(not known or n in self.facts for n in self.nodes) + len(self.refused) >= count)
-        if len(self.nodes) < max(self.patience.enough(count), 1):
+        names, count = set(self.facts), len(known) or count
+
+        def there() -> list[str]:
+            return sorted(name for name in self.nodes if name in names or not names)
+
+        self._until(lambda: len(there()) + len(self.refused) >= count)
+        if len(there()) < max(self.patience.enough(count), 1):
             why = "".join(f"; {reason}" for reason in self.refused.values())
-            raise InputError(
-                f"{len(self.nodes)} of {count} silos are there after {self.patience.wait:.0f} s, "
+            raise Stopped(
+                f"{len(there())} of {count} silos are there after {self.patience.wait:.0f} s, "
                 f"{self.patience.enough(count)} are needed{why}"
             )
-        return list(known) or [self.facts[name] for name in sorted(self.nodes)]
+        return list(known) or [self.facts[name] for name in there()]
 
     def present(self, names: Sequence[str]) -> dict[str, int]:
         """The nodes of these silos, of those that are there; waits only while they are too few."""
@@ -131,6 +137,9 @@ def _fact(reply: Message) -> Fact:
         raise InputError(f"silo {told.get('silo') or '?'} cannot take part: {told['refused']}")
     try:
         shape, classes = tuple(map(int, told["shape"])), tuple(map(str, told["classes"]))
-        return Fact(str(told["silo"]), str(told["domain"]), int(told["size"]), shape, classes)
-    except (KeyError, TypeError, ValueError) as e:
+        fact = Fact(str(told["silo"]), str(told["domain"]), int(told["size"]), shape, classes)
+    except (KeyError, TypeError, ValueError, OverflowError) as e:
         raise InputError(f"a node does not say who it is: {e}") from e
+    if not 0 <= fact.size < MOST or not fact.silo:
+        raise InputError(f"silo {fact.silo or '?'} says it has {fact.size} examples")
+    return fact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,10 +30,10 @@ class Reader:
         self.dtype, self.half = dtype, half
         self._known: dict[tuple[Any, ...], State] = {}
 
-    def read(self, message: Message, method: Method, say: Broadcast, task: str) -> tuple[Reply, bool]:
+    def read(self, message: Message, method: Method, say: Broadcast, *, task: str, size: int) -> tuple[Reply, bool]:
         """The reply to `say`, which was for one silo, and whether the silo kept something; or InputError says why not.
 
-        `task` is what was asked; training was, if it is nothing.
+        `task` is what was asked; training was, if it is nothing. `size` is what the silo said at the start.
         """
         told = said(message)
         (name,) = say.silos
@@ -42,12 +43,11 @@ class Reader:
             raise InputError(str(told["refused"])[:500])
         parts = {kind: tensors(message, kind) for kind in ("tensors", "extra", "answers")}
         up = sum(size_in_bytes(parts[kind]) for kind in (("answers",) if task else ("tensors", "extra")))
-        try:
-            size, seconds = int(told["size"]), float(told["seconds"])
-        except (KeyError, TypeError, ValueError):
-            raise InputError("it does not say how many examples it has") from None
-        reply = Reply(name, size, parts["tensors"], unflat(parts["answers"]), parts["extra"], 0, up, seconds)
+        count, seconds = numbers(told)
+        reply = Reply(name, count, parts["tensors"], unflat(parts["answers"]), parts["extra"], 0, up, seconds)
         why = self._odd(reply, method, say, task) if task else self._flawed(reply, say) or self._odd(reply, method, say)
+        if count != size:  # its weight in the mean
+            why = why or f"it says {count} examples, at the start it said {size}"
         if why:
             raise InputError(why)
         reply = reply._replace(tensors=whole(reply.tensors, self.dtype), extra=whole(reply.extra, self.dtype))
@@ -62,9 +62,10 @@ class Reader:
 
     def _odd(self, reply: Reply, method: Method, say: Broadcast, task: str = "measure") -> str:
         """What is wrong with measurements and extras."""
-        for name, tensor in {**reply.extra, **{n: t for a in reply.answers.values() for n, t in a.items()}}.items():
-            if tensor.is_complex() or not bool(torch.isfinite(tensor).all()):
-                return f"{name} is not finite"
+        for state in (reply.extra, *reply.answers.values()):
+            for name, tensor in state.items():
+                if tensor.is_complex() or not bool(torch.isfinite(tensor).all()):
+                    return f"{name} is not finite"
         if getattr(getattr(method, task), "whole", False):
             return ""  # how many centroids a silo finds is its own business; the book looks at their width
         expected = self._like(method, say, task) if reply.answers else {}
@@ -85,10 +86,20 @@ class Reader:
         return self._known[known]
 
 
+def numbers(told: Mapping[str, Any]) -> tuple[int, float]:
+    """How many examples a silo trained with, and for how long."""
+    try:
+        count, seconds = int(told["size"]), float(told["seconds"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise InputError("it does not say how many examples it has") from None
+    return count, seconds if math.isfinite(seconds) else 0.0
+
+
 def replace_who(say: Broadcast, name: str) -> Broadcast:
     """The same, said to another."""
     return say._replace(silos=(name,), who=(name,))
 
 
 def shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """What tensors look like, their values apart."""
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
