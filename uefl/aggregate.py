@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -45,8 +48,8 @@ class Mean:
 def flaw(reply: Reply, state: State, row: Tensor) -> str:
     """Why a reply must not be averaged, or nothing: one poisoned silo must not poison the others."""
     expected = gathered(state, row)
-    if reply.size <= 0:
-        return f"size {reply.size} is not positive"
+    if not 0 < reply.size < math.inf:
+        return f"size {reply.size} is not a positive number"
     if set(reply.tensors) != set(expected):
         odd = sorted(set(reply.tensors) ^ set(expected))
         return f"tensor {odd[0]} is {'missing' if odd[0] in expected else 'not expected'}"
@@ -55,4 +58,16 @@ def flaw(reply: Reply, state: State, row: Tensor) -> str:
             return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return f"{name} is not finite"
+    for name, tensor in reply.extra.items():
+        if not bool(torch.isfinite(tensor).all()):
+            return f"{name} is not finite"
     return ""
+
+
+def summed(states: Iterable[State], like: Mapping[str, Tensor]) -> State:
+    """Tensor by tensor, the sum of what several silos say, or nothing; who says something else is not heard."""
+    total: State = {}
+    for state in states:
+        if {n: t.shape for n, t in state.items()} == {n: t.shape for n, t in like.items()}:
+            total = {n: total[n] + t for n, t in state.items()} if total else dict(state)
+    return total

@@ -33,7 +33,7 @@ def load_checkpoint(path: Path, device: torch.device | str) -> tuple[Server, dic
     for name, tensor in tensors.items():
         part, _, rest = name.partition("/")
         if part == "kept":
-            silo, _, inner = rest.partition("/")
+            silo, _, inner = rest.rpartition("/")  # a silo's name may hold a slash, a tensor's does not
             kept.setdefault(silo, {})[inner] = tensor.to(device)
         elif part == "state":
             parts["state"][rest] = tensor.to(device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -137,9 +138,9 @@ class Model:
         self._bound = bound  # `params` are the network's own tensors
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the network with this client's tensors."""
+        """Call a method of the network, or of a part of it (`classifier.head`), with this client's tensors."""
         if self._bound:
-            return getattr(self.net, method)(*args)
+            return attrgetter(method)(self.net)(*args)
         return functional_call(_Calls(self.net), {f"net.{k}": v for k, v in self.params.items()}, (method, *args))
 
     def __call__(self, x: Tensor) -> Any:
@@ -160,7 +161,7 @@ class _Calls(nn.Module):
         self.net = net
 
     def forward(self, method: str, *args: Any) -> Any:
-        return getattr(self.net, method)(*args)
+        return attrgetter(method)(self.net)(*args)
 
 
 Task = Callable[[Model, Batch], State]
@@ -178,7 +179,7 @@ class Update(NamedTuple):
 
     loss: Callable[[Model, Batch], Tensor]
     learns: Callable[[str], bool] = lambda _: True
-    rate: float = 1.0  # times the round's learning rate
+    rate: Callable[[str], float] = lambda _: 1.0  # of a weight, by name, times the round's learning rate
 
 
 class Method(Protocol):
@@ -186,6 +187,10 @@ class Method(Protocol):
 
     @property
     def local(self) -> Any: ...
+    @property
+    def splits(self) -> Sequence[Split]:
+        """What a silo measures a received model on."""
+
     def updates(self, say: Broadcast) -> Sequence[Update]:
         """The updates of one training step, in order."""
 
@@ -193,10 +198,13 @@ class Method(Protocol):
         """A last word on the gradients before the optimiser sees them."""
 
     def finish(self, model: Model, part: Part, *, steps: int, rate: float) -> tuple[State, State]:
-        """After training: what to send beside the weights, and what to keep."""
+        """After training, in evaluation mode and without gradients: what to send beside the weights, what to keep."""
 
     def keeps(self, net: nn.Module) -> Collection[str]:
         """Names of tensors that stay with the silo and are never sent."""
+
+    def first(self, net: nn.Module, address: int) -> State:
+        """What a silo keeps before it ever trained; `address` keys its noise. Else kept tensors begin as the net's."""
 
     def measure(self, model: Model, batch: Batch) -> State:
         """Sums from which all metrics follow."""

@@ -76,8 +76,9 @@ def _seed(points: Tensor, weights: Tensor, k: int, key: int) -> Tensor:
 
 def _pick(weight: Tensor, draws: Tensor) -> Tensor:
     """Indices drawn with probability in proportion to a weight."""
-    total = weight.cumsum(0)
-    return torch.searchsorted(total, draws * total[-1], right=True).clamp_max(len(weight) - 1)
+    # Whole numbers: a running sum of floats is not the same twice on a GPU, and differs from the CPU's.
+    total = (weight / weight.sum() * 2.0**52).long().cumsum(0)
+    return torch.searchsorted(total, (draws * total[-1]).long(), right=True).clamp_max(len(weight) - 1)
 
 
 def _squared(points: Tensor, norms: Tensor, chosen: Tensor) -> Tensor:

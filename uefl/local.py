@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ class Local:
         for name in ("rate", "batch", "epochs", "evaluation_batch"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name}={getattr(self, name)} must be greater than 0")
+        for name in ("momentum", "weight_decay", "clip"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name}={getattr(self, name)} must not be negative")
 
     def rate_at(self, round_: int, rounds: int) -> float:
         """The learning rate of a round (counted from 1) out of all."""
@@ -42,17 +46,24 @@ class Local:
             return self.rate * 0.1 ** int(done * 3)  # a tenth after each third
         return self.rate
 
-    def build(self, params: list[Tensor], rate: float) -> Optimizer:
-        """The optimiser of some weights."""
+    def build(self, params: Sequence[Tensor], rate: float, times: Sequence[float] = ()) -> Optimizer:
+        """The optimiser of some weights; `times` the rate for each, where they differ."""
+        groups: dict[float, list[Tensor]] = {}
+        for param, factor in zip(params, times or [1.0] * len(params)):
+            groups.setdefault(factor, []).append(param)
+        each: list[dict[str, Any]] = [{"params": group, "lr": rate * factor} for factor, group in groups.items()]
         if self.optimizer == "sgd":
-            return SGD(params, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+            return SGD(each, rate, momentum=self.momentum, weight_decay=self.weight_decay)
         kind = AdamW if self.optimizer == "adamw" else Adam
-        return kind(params, rate, weight_decay=self.weight_decay)
+        return kind(each, rate, weight_decay=self.weight_decay)
 
     def clipped(self, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients scaled down to the largest norm allowed."""
-        if not self.clip:
-            return gradients
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
-        scale = (self.clip / (norm + 1e-6)).clamp(max=1.0)
-        return [g * scale for g in gradients]
+        return clipped(gradients, self.clip) if self.clip else gradients
+
+
+def clipped(gradients: list[Tensor], largest: float) -> list[Tensor]:
+    """Gradients of one client, scaled down together to a norm."""
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+    scale = (largest / (norm + 1e-6)).clamp(max=1.0)
+    return [g * scale for g in gradients]

@@ -53,7 +53,7 @@ def metrics(sums: Mapping[str, Tensor]) -> Metrics:
         "entropy": float(predictive),
         "entropy_variance": float((sums["entropy_squared"] / n - predictive.square()).clamp_min(0)),
         "expected_entropy": float(expected),
-        "mutual_information": float(predictive - expected),
+        "mutual_information": float((predictive - expected).clamp_min(0)),
         "nll": float(sums["nll"] / n),
         "brier": float(sums["brier"] / n),
         "ece": float(ece(sums["reliability"])),

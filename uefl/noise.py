@@ -48,7 +48,8 @@ def bits(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
 def uniform(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """Uniform draws in (0, 1), 24 bits each."""
     n = torch.Size(shape).numel()
-    return (((bits(k, n, device) >> 8) & 0xFFFFFF).float() + 0.5).mul_(2.0**-24).reshape(tuple(shape))
+    drawn = (((bits(k, n, device) >> 8) & 0xFFFFFF).float() + 0.5).mul_(2.0**-24)
+    return drawn.clamp_max_(1 - 2.0**-24).reshape(tuple(shape))  # the largest would round to 1
 
 
 def normal(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -73,9 +74,10 @@ class Noise(nn.Module):
         # A buffer, so that clients in one tensor have one each; not persistent, so that it never travels.
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
         self.salt = 0  # tells the layers of one network apart
+        self.turn = 0  # and the passes of one forward batch
 
     def salted(self) -> Tensor:
-        return self.key ^ self.salt
+        return self.key ^ self.salt ^ self.turn
 
 
 class Dropout(Noise):
@@ -96,6 +98,22 @@ class Dropout(Noise):
         return f"p={self.p}"
 
 
+class Sample(Noise):
+    """z ~ N(μ, σ²), reparameterised; in evaluation mode the mean."""
+
+    def forward(self, mean: Tensor, deviation: Tensor) -> Tensor:
+        if not self.training:
+            return mean
+        return mean + deviation * normal(self.salted(), mean.shape).to(mean.dtype)
+
+
+class Choice(Noise):
+    """Indices drawn with replacement."""
+
+    def forward(self, shape: Sequence[int], out_of: int) -> Tensor:
+        return (uniform(self.salted(), shape) * out_of).long().clamp_max(out_of - 1)
+
+
 def noises(net: nn.Module) -> list[Noise]:
     """All layers of a network that draw, each with a salt from its name."""
     found = [(name, m) for name, m in net.named_modules() if isinstance(m, Noise)]
@@ -110,10 +128,23 @@ def set_key(layers: Sequence[Noise], value: int) -> None:
         layer.key.fill_(value)
 
 
+def turns(net: nn.Module, passes: int) -> Iterator[int]:
+    """Count passes over one batch, each with draws of its own; afterwards layers draw as before."""
+    layers = [m for m in net.modules() if isinstance(m, Noise)]
+    try:
+        for i in range(passes):
+            for layer in layers:
+                layer.turn = key("pass", i)
+            yield i
+    finally:
+        for layer in layers:
+            layer.turn = 0
+
+
 @contextmanager
 def sampling(net: nn.Module) -> Iterator[None]:
-    """Dropout draws; every other layer stays as it is, batch norm in evaluation mode included (D1)."""
-    layers = [(m, m.training) for m in net.modules() if isinstance(m, Dropout | nn.modules.dropout._DropoutNd)]
+    """Layers that draw do so; every other one stays as it is, batch norm in evaluation mode included (D1)."""
+    layers = [(m, m.training) for m in net.modules() if isinstance(m, Noise | nn.modules.dropout._DropoutNd)]
     for layer, _ in layers:
         layer.train()
     try:
@@ -121,3 +152,15 @@ def sampling(net: nn.Module) -> Iterator[None]:
     finally:
         for layer, was in layers:
             layer.train(was)
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while: nothing is drawn, and no statistics move."""
+    layers = [(m, m.training) for m in net.modules()]
+    net.eval()
+    try:
+        yield
+    finally:
+        for layer, was in layers:
+            layer.training = was

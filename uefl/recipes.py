@@ -18,7 +18,7 @@ PRESETS = ("default", "paper")
 COLOUR = ("gtsrb", "cifar10", "cifar100")
 
 # Embedded data: small enough for three minutes on two cores, see docs/log.md for what was tried.
-DEMO: dict[str, Any] = {"rounds": 10, "extra_rounds": 7, "iterations": 3}
+DEMO: dict[str, Any] = {"rounds": 8, "extra_rounds": 6, "iterations": 3}
 
 # method.md's table of what the paper sets: words at first and per extension, threshold, segments.
 PAPER: dict[str, tuple[int, float, int]] = {
@@ -45,16 +45,17 @@ def _default(experiment: Experiment) -> Experiment:
         local = Local(rate=2e-3, batch=64, epochs=3)
         # Validation parts of 44 images are too small for the test of D22: it would hardly ever find a silo uncertain.
         book = replace(method.codebook, errors=0.0) if method.codebook else None
-        method = replace(method, **DEMO, local=local, codebook=book)
+        method = replace(method, **DEMO, local=method.suited(local), codebook=book)
         return replace(experiment, method=method, model=Architecture(width=16, hidden=128))
     if name in COLOUR:
         book = replace(method.codebook, segments=16) if method.codebook else None
-        method = replace(method, local=Local(rate=1e-4, batch=64, epochs=3), codebook=book)
+        method = replace(method, local=method.suited(Local(rate=1e-4, batch=64, epochs=3)), codebook=book)
         return replace(experiment, method=method, model=Architecture(encoder="vgg16"))
     if name == "pacs":
-        method = replace(method, local=Local(rate=1e-4, batch=32, epochs=1))
+        method = replace(method, local=method.suited(Local(rate=1e-4, batch=32, epochs=1)))
         return replace(experiment, method=method, model=Architecture(encoder="resnet18", frozen_norms=True))
-    return replace(experiment, method=replace(method, local=Local(rate=1e-4, batch=256, epochs=5)))
+    local = method.suited(Local(rate=1e-4, batch=256, epochs=5))
+    return replace(experiment, method=replace(method, local=local))
 
 
 def _paper(experiment: Experiment) -> Experiment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,8 @@ def read(path: Path) -> list[Record]:
 
 def summarise(records: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
     """What is reported of a run: last round, mean of the last five (the tables'), best by validation."""
-    best = max(records, key=lambda r: (_validation(r), -r["round"]))
+    validated = [r for r in records if not math.isnan(_validation(r))]  # in a round of silence nobody measures
+    best = max(validated or records[-1:], key=lambda r: (_validation(r), -r["round"]))
     chosen = {"last": records[-1:], "mean of last 5": records[-5:], "best by validation": [best]}
     return {
         "rounds": records[-1]["round"],
@@ -55,7 +57,7 @@ def summarise(records: Sequence[Record], domains: dict[str, str]) -> dict[str, A
         "bytes_down": sum(r["bytes_down"] for r in records),
         "seconds": sum(r["seconds"] for r in records),
         "kmeans_seconds": sum(r["kmeans_seconds"] for r in records),
-        "validation_accuracy": sum(map(_validation, records[-5:])) / len(records[-5:]),
+        "validation_accuracy": sum(map(_validation, validated[-5:])) / max(len(validated[-5:]), 1),
         **{name: _level(rounds, domains) for name, rounds in chosen.items()},
     }
 

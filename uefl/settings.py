@@ -82,6 +82,8 @@ def parsed(text: str, kind: Any, name: str) -> Any:
         return text
     if origin in (Union, types.UnionType):
         return None if text.lower() == "none" else parsed(text, next(a for a in args if a is not type(None)), name)
+    if is_dataclass(kind):
+        raise InputError(f"{name}={text}; allowed: none")
     if origin is tuple:
         return tuple(parsed(part.strip(), args[0], name) for part in text.strip("()[]").split(",") if part.strip())
     if kind is bool:

@@ -20,7 +20,7 @@ class Uncertainty(NamedTuple):
     mean: Tensor  # [B, C] the averaged prediction
     predictive: Tensor  # [B] entropy of the averaged prediction: e in the paper
     expected: Tensor  # [B] mean entropy of the samples
-    information: Tensor  # [B] their difference, the mutual information between prediction and model
+    information: Tensor  # [B] their difference, the mutual information between prediction and model: never negative
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def uncertainty(p: Tensor) -> Uncertainty:
     """Of sampled predictions p [T, B, C], probabilities."""
     mean = p.mean(0)
     predictive, expected = entropy(mean), entropy(p).mean(0)
-    return Uncertainty(mean, predictive, expected, predictive - expected)
+    return Uncertainty(mean, predictive, expected, (predictive - expected).clamp_min(0))  # rounding may go below
 
 
 def nll(p: Tensor, y: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ SILOS = ("D1-1", "D2-1", "D3-1")
 def experiment(name: str = "uefl", **fields: Any) -> Experiment:
     """Three silos, dropout on, and an extension for the book to make: everyone above the least uncertain."""
     kind = algorithm(name)
-    usual: dict[str, Any] = {"rounds": 2, "extra_rounds": 1, "iterations": 2, "passes": 3, "local": Local(batch=16)}
+    usual: dict[str, Any] = {"rounds": 2, "extra_rounds": 1, "iterations": 2, "passes": 3}
+    usual["local"] = kind().suited(Local(batch=16))
     book = kind().codebook
     if book:
         usual["codebook"] = replace(book, words=8, warm_up=1, gamma=0.0, errors=0.0)

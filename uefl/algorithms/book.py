@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from uefl.algorithms.record import judged, noted
 from uefl.algorithms.targets import Reading
 from uefl.errors import InputError
-from uefl.federation import Clients, Server, is_words
+from uefl.federation import Clients, Server, State, is_words
 from uefl.kmeans import kmeans
 from uefl.metrics import Metrics, metrics
 from uefl.noise import key, normal
 
 if TYPE_CHECKING:
     from uefl.algorithms.fedavg import FedAvg
+    from uefl.codebook import Coded
     from uefl.models.net import Prediction
 
 
@@ -61,7 +62,7 @@ class Book:
         built: nn.Module = net.with_codebook(self.segments, self.words, self.reduction)  # type: ignore[operator]
         return built
 
-    def loss(self, seen: Prediction) -> Tensor:
+    def loss(self, seen: Prediction | Coded) -> Tensor:
         """L_code = commitment·‖sg(c) − z‖² + codeword·‖c − sg(z)‖² (Eq. 7)."""
         return self.commitment * seen.commitment + self.codeword * seen.codeword
 
@@ -122,6 +123,9 @@ class Book:
 
     def uncertain(self, e: Mapping[str, Metrics]) -> tuple[str, ...]:
         """Silos whose entropy stands out from the reference by γ, and by more than noise (D4, D22)."""
+        e = {
+            who: m for who, m in e.items() if math.isfinite(m["entropy"])
+        }  # a missing e_k is neither least nor uncertain
         if not e:
             return ()
         noise = {who: m["entropy_variance"] / max(m["count"], 1) for who, m in e.items()}
@@ -164,24 +168,20 @@ class Book:
         """K-means centroids [M, v, D] and counts [M, v] from some silos, each on its own training features."""
         say = method.say(clients, server)
         say = say._replace(who=tuple(w for w in who if clients.sizes[w]), sent={**say.sent, "words": torch.tensor(v)})
-        replies = clients.ask(method, "centroids", say, ("train",))
-        found = {r.who: r.answers["train"] for r in replies if not r.refused}
-        like = [server.state[n] for n in server.state if is_words(n)]
-        return {
-            who: (mine["centroids"], mine["counts"])
-            for who, mine in found.items()
-            if fits(mine, (len(like), v, like[0].shape[1]))
-        }
+        like = torch.stack([t[:0] for n, t in server.state.items() if is_words(n)])  # [M, 0, D]
+        replies = [r for r in clients.ask(method, "centroids", say, ("train",)) if not r.refused]
+        found = {r.who: r.answers["train"] for r in replies if sound(r.answers.get("train", {}), like, v)}
+        return {w: (answer["centroids"], answer["counts"]) for w, answer in found.items()}
 
 
-def fits(found: Mapping[str, Tensor], most: tuple[int, int, int]) -> bool:
-    """Whether centroids [M, ≤ v, D] with counts are what was asked for: a silo may send anything."""
-    if not {"centroids", "counts"} <= found.keys():
+def sound(answer: State, like: Tensor, v: int) -> bool:
+    """Whether centroids and counts are numbers, in the shape of the book's words: a broken silo spoils no group."""
+    if set(answer) != {"centroids", "counts"}:
         return False
-    shape = tuple(found["centroids"].shape)
-    members, v, width = most
-    right = len(shape) == 3 and (shape[0], shape[2]) == (members, width) and 0 < shape[1] <= v
-    return right and tuple(found["counts"].shape) == shape[:2]
+    centroids, counts = answer["centroids"], answer["counts"]
+    fits = counts.dim() == 2 and 0 < counts.shape[1] <= v
+    fits = fits and centroids.shape == (len(like), counts.shape[1], like.shape[2]) and len(counts) == len(like)
+    return fits and bool(torch.isfinite(centroids).all() and torch.isfinite(counts).all() and (counts >= 0).all())
 
 
 def merged(found: Sequence[tuple[Tensor, Tensor]], v: int, seed: int) -> Tensor:

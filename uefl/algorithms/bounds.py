@@ -27,5 +27,6 @@ class Pooled(FedAvg):
 
     def prepare(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         none = [replace(s, train=Part(s.train.x[:0], s.train.y[:0])) for s in silos]
-        pool = Silo(POOL, concatenated([s.train for s in silos]), none[0].train, none[0].train, domain=POOL)
+        ordered = sorted(silos, key=lambda s: s.name)  # the order given changes nothing
+        pool = Silo(POOL, concatenated([s.train for s in ordered]), none[0].train, none[0].train, domain=POOL)
         return [*none, pool]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,15 @@ from uefl.algorithms.book import Book
 from uefl.algorithms.record import closed, opened
 from uefl.algorithms.targets import read_targets
 from uefl.errors import InputError
-from uefl.federation import Batch, Broadcast, Clients, Model, Part, Reply, Server, Silo, State, Update, whole
+from uefl.federation import Batch, Broadcast, Clients, Model, Part, Reply, Server, Silo, Split, State, Update, whole
 from uefl.kmeans import kmeans
 from uefl.local import Local
 from uefl.metrics import measure
 from uefl.noise import key, permutation
+
+if TYPE_CHECKING:
+    from uefl.codebook import Coded
+    from uefl.models.net import Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +42,11 @@ class FedAvg:
     weights: Literal["size", "equal"] = "size"  # n_k/n (D11) or 1/K
     norms: Literal["average", "local", "skip"] = "average"  # batch-norm statistics: averaged, kept, or never moved
     passes: int = 20  # Monte Carlo dropout passes T
+    watch_train: bool = False  # measure the training data too, as neural collapse needs; costs time
     local: Local = field(default_factory=Local)
     codebook: Book | None = None
+
+    no_codebook: ClassVar[str] = ""  # why a method takes none
 
     def __post_init__(self) -> None:
         for name in ("rounds", "iterations", "passes"):
@@ -48,6 +55,8 @@ class FedAvg:
         for name in ("extra_rounds", "participation"):
             if getattr(self, name) < 0:
                 raise InputError(f"{name}={getattr(self, name)} must not be negative")
+        if self.codebook and self.no_codebook:
+            raise InputError(f"{type(self).__name__} takes no codebook: {self.no_codebook}")
         if self.codebook and self.codebook.first == "kmeans" and self.codebook.warm_up >= self.rounds:
             raise InputError(f"warm_up={self.codebook.warm_up} must be less than rounds={self.rounds}")
 
@@ -58,9 +67,17 @@ class FedAvg:
         """All rounds, warm-up included; equal for all methods in a comparison."""
         return self.rounds + (self.iterations - 1) * self.extra_rounds
 
+    @property
+    def splits(self) -> Sequence[Split]:
+        return ("train", "validation", "test") if self.watch_train else ("validation", "test")
+
     def build(self, net: nn.Module) -> nn.Module:
         """The model change this method asks for."""
         return self.codebook.build(net) if self.codebook else net
+
+    def suited(self, local: Local) -> Local:
+        """This method's form of a recipe's local training."""
+        return local
 
     def prepare(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         """The change of silos this method asks for: none, but for the bounds."""
@@ -74,7 +91,7 @@ class FedAvg:
 
     def step(self, clients: Clients, server: Server) -> Server:
         """One round and what follows it."""
-        server = self.round(clients, server)
+        server = self.round(clients, server.but(records=()))
         if self.codebook:
             server = self.codebook.after_round(self, clients, server)
         if server.pending and server.round == self.budget:  # nobody else would measure the last round's model
@@ -117,7 +134,7 @@ class FedAvg:
     def measured(self, clients: Clients, server: Server) -> dict[str, Mapping[str, State]]:
         """Ask all silos to measure the model as it stands."""
         say = self.say(clients, server)
-        found = {r.who: r.answers for r in clients.ask(self, "measure", say, ("validation", "test")) if not r.refused}
+        found = {r.who: r.answers for r in clients.ask(self, "measure", say, self.splits) if not r.refused}
         if self.codebook:
             return read_targets(self, clients, server, found, self.codebook.target_access)
         return found
@@ -149,10 +166,13 @@ class FedAvg:
         return [Update(self.loss)]
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
-        """L_task + L_code (Eq. 7)."""
         seen = model(batch.x)
+        return self.task(seen.logits, seen, batch)
+
+    def task(self, logits: Tensor, seen: Prediction | Coded, batch: Batch) -> Tensor:
+        """L_task + L_code (Eq. 7)."""
         code = self.codebook.loss(seen) if self.codebook else 0.0
-        return cross_entropy(seen.logits, batch.y) + code
+        return cross_entropy(logits, batch.y) + code
 
     def adjust(self, model: Model, gradients: State) -> State:
         del model
@@ -167,6 +187,10 @@ class FedAvg:
         if self.norms != "local":
             return ()
         return [n for n in net.state_dict() if n.endswith(NORM_STATISTICS)]
+
+    def first(self, net: nn.Module, address: int) -> State:
+        del net, address
+        return {}
 
     def measure(self, model: Model, batch: Batch) -> State:
         return measure(model, batch, self.passes)

@@ -43,9 +43,19 @@ def noted(server: Server, seconds: float, **facts: Any) -> Server:
     return server.but(pending={**server.pending, "kmeans_seconds": known + seconds, **facts})
 
 
+def counted(server: Server, replies: Sequence[Reply], seconds: float) -> Server:
+    """Add to the record what a question before training cost."""
+    cost = {
+        "bytes_down": sum(r.received_bytes for r in replies),
+        "bytes_up": sum(r.sent_bytes for r in replies),
+        "seconds": seconds,
+    }
+    return server.but(pending={**server.pending, **{n: server.pending[n] + more for n, more in cost.items()}})
+
+
 def judged(server: Server, uncertain: Sequence[str], before: Server) -> Server:
     """Say in the record who was found uncertain, and how many words that brought."""
-    gained = (server.access.sum(1) - before.access.sum(1)).tolist()
+    gained = server.access[:, before.access.shape[1] :].sum(1).tolist()
     silos = {name: dict(mine) for name, mine in server.pending["silos"].items()}
     for name, new in zip(server.silos, gained):
         silos[name] |= {"uncertain": name in uncertain, "new_words": new}
@@ -53,15 +63,16 @@ def judged(server: Server, uncertain: Sequence[str], before: Server) -> Server:
 
 
 def closed(server: Server, answers: Mapping[str, Mapping[str, State]], prefix: str, code_weight: float) -> Server:
-    """Complete the record with what silos measured of that round's model; without a measurement it stays open."""
-    if not server.pending or not any(f"{prefix}test" in mine for mine in answers.values()):
+    """Complete the record with what silos measured of that round's model; one that did not has no measurement in it."""
+    if not server.pending:
         return server
     silos = {name: dict(mine) for name, mine in server.pending["silos"].items()}
     for who, mine in answers.items():
         if f"{prefix}test" in mine:
             silos[who] |= _measured(mine[f"{prefix}test"], code_weight)
-        if f"{prefix}validation" in mine:
-            silos[who]["validation"] = _measured(mine[f"{prefix}validation"], code_weight)
+        for split in ("validation", "train"):
+            if prefix + split in mine:
+                silos[who][split] = _measured(mine[prefix + split], code_weight)
         readings = {n.removeprefix(TARGET): _measured(a, code_weight) for n, a in mine.items() if n.startswith(TARGET)}
         if readings:
             silos[who]["readings"] = readings

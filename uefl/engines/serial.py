@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ class Serial:
         if len(set(names)) < len(names):
             raise InputError(f"silos must have different names, not {', '.join(names)}")
         self.seed, self.device, self.dtype, self.watch = seed, torch.device(device), dtype, watch
+        if self.device.type == "cuda":
+            repeatable()
         ordered = sorted(silos, key=lambda silo: silo.name)  # the order given changes nothing
         self.silos = {silo.name: self._placed(silo) for silo in ordered}
         # Channels last: convolutions are 1.4 to 1.8 times faster on CPU, and tensor cores want it on GPU.
@@ -71,17 +74,19 @@ class Serial:
         for name in sorted(say.who):
             started = time.perf_counter()
             model = self._receive(method, say, name)
-            answers = self._measured(method, model, name, say.round - 1, "received ") if measure else {}
+            before = self._measured(method, model, name, say.round - 1, "received ", method.splits) if measure else {}
             self.watch(name, "trains")
             steps = self._train(method, model, say, name)
-            extra, kept = method.finish(model, self.silos[name].train, steps=steps, rate=say.rate)
-            answers |= self._measured(method, model, name, say.round, "local ", ("test",)) if measure else {}
+            self.net.eval()
+            with torch.no_grad():
+                extra, kept = method.finish(model, self.silos[name].train, steps=steps, rate=say.rate)
+            after = self._measured(method, model, name, say.round, "local ", ("test",)) if measure else {}
             reply = self._reply(method, model, kept, name)
             yield Reply(
                 who=name,
                 size=len(self.silos[name].train.y),
                 tensors=reply,
-                answers=answers,
+                answers={**before, **after},
                 extra=extra,
                 received_bytes=size_in_bytes(model.received) + size_in_bytes(say.sent),
                 sent_bytes=size_in_bytes(reply) + size_in_bytes(extra),
@@ -105,20 +110,27 @@ class Serial:
 
     def _placed(self, silo: Silo) -> Silo:
         def placed(part: Part) -> Part:
-            layout = torch.channels_last if part.x.dim() == 4 else torch.contiguous_format
-            return Part(part.x.to(self.device, self.dtype, memory_format=layout), part.y.to(self.device))
+            return Part(laid_out(part.x.to(self.device, self.dtype)), part.y.to(self.device))
 
         return Silo(silo.name, placed(silo.train), placed(silo.validation), placed(silo.test), silo.domain)
 
     def _receive(self, method: Method, say: Broadcast, name: str) -> Model:
         """Bind the network to what this silo receives and to what it kept; the broadcast itself stays untouched."""
-        received = gathered(say.state, say.access[say.silos.index(name)])
-        kept = self.memory.get(name, {})
+        said = gathered(say.state, say.access[say.silos.index(name)])
+        kept = self.memory.get(name) or self._first(method, name)
         own = {n: kept.get(n, self.initial[n]) for n in method.keeps(self.net)}
-        load(self.net, {**received, **own})
+        load(self.net, {**said, **own})
+        placed = self.net.state_dict()
+        received = {n: placed[n].clone() for n in said}  # in the network's layout, whatever that of the message
         rest = {n: t for n, t in kept.items() if n not in own}
         params = dict(self.net.named_parameters())
-        return Model(self.net, params, sent=say.sent, received=received, kept=rest)
+        sent = {n: laid_out(t.to(self.device)) for n, t in say.sent.items()}
+        return Model(self.net, params, sent=sent, received=received, kept=rest)
+
+    def _first(self, method: Method, name: str) -> State:
+        """What a silo keeps that never trained, or lost what it kept."""
+        first = method.first(self.net, key(self.seed, name, "first"))
+        return {n: t.to(self.device, self.dtype) for n, t in first.items()}
 
     def _train(self, method: Method, model: Model, say: Broadcast, name: str) -> int:
         """Local training; returns the number of steps."""
@@ -127,7 +139,8 @@ class Serial:
         optimizers = []
         for update in method.updates(say):
             params = {n: p for n, p in model.params.items() if update.learns(n)}
-            optimizers.append((update, params, local.build(list(params.values()), say.rate * update.rate)))
+            times = [update.rate(n) for n in params]
+            optimizers.append((update, params, local.build(list(params.values()), say.rate, times)))
         if not local.fresh:
             restore(model, [optimizer for *_, optimizer in optimizers])
         step = 0
@@ -145,13 +158,7 @@ class Serial:
         return step
 
     def _measured(
-        self,
-        method: Method,
-        model: Model,
-        name: str,
-        round_: int,
-        prefix: str,
-        on: Sequence[Split] = ("validation", "test"),
+        self, method: Method, model: Model, name: str, round_: int, prefix: str, on: Sequence[Split]
     ) -> dict[str, State]:
         """Measurements, addressed by the round whose model is measured."""
         self.watch(name, "measures")
@@ -195,6 +202,18 @@ class Serial:
             yield
 
 
+def repeatable() -> None:
+    """Choose CUDA kernels that give the same bits twice, for the whole process; where there is none, torch warns."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+
+
+def laid_out(tensor: Tensor) -> Tensor:
+    """Images with channels last: a checkpoint forgets the layout, and convolutions round differently in each."""
+    return torch.empty_like(tensor, memory_format=torch.channels_last).copy_(tensor) if tensor.dim() == 4 else tensor
+
+
 def load(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into a network; a codebook takes the size of what it is given."""
     with torch.no_grad():
@@ -234,9 +253,12 @@ def saved(model: Model, optimizers: list[torch.optim.Optimizer]) -> State:
 
 
 def restore(model: Model, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Give optimisers back what a silo kept of them; state of words that did not exist yet starts afresh."""
+    """Give optimisers back what a silo kept of them; where words came or went, theirs starts afresh as a whole."""
+    found: dict[tuple[int, str], State] = {}
     for name, value in model.kept.items():
         if name.startswith(OPTIMIZER):
             i, entry, param = name.removeprefix(OPTIMIZER).split(".", 2)
-            if value.dim() == 0 or value.shape == model.params[param].shape:
-                optimizers[int(i)].state[model.params[param]][entry] = value.clone()
+            found.setdefault((int(i), param), {})[entry] = value
+    for (at, param), state in found.items():
+        if all(value.dim() == 0 or value.shape == model.params[param].shape for value in state.values()):
+            optimizers[at].state[model.params[param]].update({n: value.clone() for n, value in state.items()})

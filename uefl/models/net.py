@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uefl.codebook import Codebook, Coded, tokens, uncoded
-from uefl.noise import Dropout, noises, sampling
+from uefl.gaussian import GaussianClassifier
+from uefl.noise import Dropout, noises, sampling, turns
 
 
 class Prediction(NamedTuple):
     """What the network says about a batch. M is 1, or the number of members of an ensemble."""
 
-    logits: Tensor  # [M, B, C]
+    logits: Tensor  # [M, B, C]; the plain prediction is the mean over M
     commitment: Tensor  # ‖sg(c) − z‖², summed over members
     codeword: Tensor  # ‖c − sg(z)‖², summed over members
     chosen: Tensor  # [M, B, l, s] which words
@@ -34,11 +35,17 @@ class Classifier(nn.Sequential):
         layers = [nn.Linear(inputs, hidden), nn.GELU(), Dropout(dropout), nn.Linear(hidden, classes)]
         super().__init__(*before, *layers, *after)
 
+    def plain(self, features: Tensor) -> Tensor:
+        """Logits [M, B, C] whose predictions are to be averaged: here one."""
+        logits: Tensor = self(features)
+        return logits.unsqueeze(0)
+
 
 class Net(nn.Module):
     """The model every method starts from; without a codebook it is FedAvg's."""
 
     codebook: Codebook | None
+    classifier: Classifier | GaussianClassifier
 
     def __init__(
         self,
@@ -58,9 +65,32 @@ class Net(nn.Module):
         with torch.no_grad():
             was, z = encoder.training, tokens(encoder.eval()(torch.zeros(1, *shape)))
             encoder.train(was)
-        self.width = z.shape[2]
-        self.classifier = Classifier(z.shape[1] * self.width, classes, hidden, dropout, dropout_at)
+        self.width, self.inputs = z.shape[2], z.shape[1] * z.shape[2]
+        self.shape, self.classes, self.hidden = shape, classes, hidden
+        self.dropout, self.dropout_at = dropout, dropout_at
+        self.classifier = Classifier(self.inputs, classes, hidden, dropout, dropout_at)
         noises(self)  # every layer that draws learns its name
+
+    def but(self, *, encoder: nn.Module | None = None, classes: int = 0) -> Net:
+        """A network like this one with another encoder or other classes; its classifier starts anew."""
+        return Net(
+            encoder or self.encoder,
+            classes or self.classes,
+            self.shape,
+            hidden=self.hidden,
+            dropout=self.dropout,
+            dropout_at=self.dropout_at,
+            normalise=self.normalise,
+        )
+
+    def with_gaussian(self, dimensions: int, draws: int) -> Net:
+        """Put a Gaussian code in the place of the classifier's hidden layer; 0 dimensions: as wide as that one."""
+        dimensions = dimensions or self.hidden
+        self.classifier = GaussianClassifier(
+            self.inputs, self.classes, dimensions, draws, self.dropout, self.dropout_at
+        )
+        noises(self)
+        return self
 
     def with_codebook(self, segments: int, words: int, reduction: Literal["mean", "sum"] = "mean") -> Net:
         """Put a discretizer between encoder and classifier."""
@@ -82,19 +112,27 @@ class Net(nn.Module):
         coded: Coded = uncoded(z) if self.codebook is None else self.codebook(z)
         return coded
 
+    def represent(self, x: Tensor) -> Coded:
+        """What the classifier is given, not yet flattened."""
+        return self.discretize(self.encode(x))
+
+    def features(self, x: Tensor) -> Tensor:
+        """The same as one vector an image: [B, l·d]."""
+        return self.represent(x).z.flatten(1)
+
     def forward(self, x: Tensor) -> Prediction:
-        coded = self.discretize(self.encode(x))
+        coded = self.represent(x)
         logits = self.classifier(coded.z.flatten(1))
         return Prediction(logits.unsqueeze(0), coded.commitment, coded.codeword, coded.chosen.unsqueeze(0))
 
     def examine(self, x: Tensor, passes: int) -> Prediction:
         """Predict plainly, and `passes` times with dropout on."""
-        coded = self.discretize(self.encode(x))
+        coded = self.represent(x)
         features = coded.z.flatten(1)
-        logits = self.classifier(features).unsqueeze(0)
+        logits = self.classifier.plain(features)
         with sampling(self):
             if any(m.training for m in self.encoder.modules()):  # the encoder itself draws: nothing to share
-                samples = torch.stack([self.forward(x).logits[0] for _ in range(passes)])
+                samples = torch.stack([self.forward(x).logits[0] for _ in turns(self, passes)])
             else:
                 samples = self.classifier(features.expand(passes, *features.shape))
         return Prediction(logits, coded.commitment, coded.codeword, coded.chosen.unsqueeze(0), samples)
