@@ -17,7 +17,7 @@ from uefl.local import Local
 from uefl.noise import key, permutation
 
 EAGER = Book(words=6, segments=2, warm_up=1, gamma=0.0, errors=0)  # all but the surest silo are extended
-METHODS = {name: kind(**ROUNDS) for name, kind in ALGORITHMS.items()} | {
+METHODS = {name: ALGORITHMS[name](**ROUNDS) for name in ("fedavg", "alone", "pooled")} | {
     "uefl": UEFL(**ROUNDS, codebook=EAGER),
     "vq-fedavg": VQFedAvg(**ROUNDS, codebook=replace(EAGER, extend=False)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -114,6 +115,8 @@ def show(folder: Annotated[list[Path], typer.Argument(help="folders of finished 
 def main() -> None:
     """Entry point: errors a user can mend are one line and exit code 2."""
     torch.set_num_threads(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # progress must be seen through a pipe or in a log file too
     try:
         app()
     except InputError as e:
