@@ -21,6 +21,11 @@ LOCAL = Local(rate=3e-3, batch=8, epochs=1, evaluation_batch=16)
 ROUNDS: dict[str, Any] = {"rounds": 3, "extra_rounds": 2, "iterations": 2, "passes": 4, "local": LOCAL}
 
 
+def short(kind: type[FedAvg]) -> FedAvg:
+    """A short run of a method, in its own form of the local training."""
+    return kind(**{**ROUNDS, "local": kind().suited(LOCAL)})
+
+
 def images(n: int, seed: int, *, turned: bool = False, noise: float = 0.3) -> Part:
     """Rows, columns or chequers, with a random phase and noise."""
     generator = torch.Generator().manual_seed(seed)

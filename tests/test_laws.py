@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from stripes import LOCAL, ROUNDS, WORDS, clients, encoder, four, network, play, same, silo
+from stripes import LOCAL, ROUNDS, WORDS, clients, encoder, four, network, play, same, short, silo
 from torch import nn
 
 from uefl.algorithms import ALGORITHMS, UEFL, Book, FedAvg, VQFedAvg
@@ -17,7 +17,7 @@ from uefl.local import Local
 from uefl.noise import key, permutation
 
 EAGER = Book(words=6, segments=2, warm_up=1, gamma=0.0, errors=0)  # all but the surest silo are extended
-METHODS = {name: ALGORITHMS[name](**ROUNDS) for name in ("fedavg", "alone", "pooled")} | {
+METHODS = {name: short(kind) for name, kind in ALGORITHMS.items()} | {
     "uefl": UEFL(**ROUNDS, codebook=EAGER),
     "vq-fedavg": VQFedAvg(**ROUNDS, codebook=replace(EAGER, extend=False)),
 }
@@ -25,7 +25,8 @@ METHODS = {name: ALGORITHMS[name](**ROUNDS) for name in ("fedavg", "alone", "poo
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns_something_and_records_every_round_once(name):
-    method = replace(METHODS[name], rounds=6, local=replace(LOCAL, epochs=3, rate=1e-2))
+    local = METHODS[name].suited(replace(LOCAL, epochs=3, rate=1e-2))
+    method = replace(METHODS[name], rounds=6, local=local)
     _, records = play(method, clients(method))
     assert [r["round"] for r in records] == list(range(1, method.budget + 1))
     accuracy = [mine["accuracy"] for mine in records[-1]["silos"].values() if "accuracy" in mine]

@@ -11,8 +11,17 @@ import uefl
 
 ROOT = Path(uefl.__file__).parent
 FOUNDATION = {
-    *("errors", "noise", "codebook", "kmeans", "gaussian", "uncertainty"),
-    *("federation", "aggregate", "local", "metrics", "plugins"),
+    "errors",
+    "noise",
+    "codebook",
+    "gaussian",
+    "kmeans",
+    "uncertainty",
+    "federation",
+    "aggregate",
+    "local",
+    "metrics",
+    "plugins",
 }
 MAY = {  # part of the package: parts it may import
     **dict.fromkeys(FOUNDATION, FOUNDATION),

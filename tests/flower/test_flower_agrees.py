@@ -43,7 +43,7 @@ def test_half_precision_halves_the_bytes_and_keeps_the_model_close(tmp_path):
     full, records = driven(connect(in_process(tmp_path), what, silos=3, patience=QUICK), what)
     half, fewer = driven(connect(in_process(tmp_path), what, silos=3, patience=QUICK, half=True), what)
     for way in ("bytes_up", "bytes_down"):
-        assert fewer[0][way] < 0.51 * records[0][way]  # counters of batch norm stay whole numbers
+        assert fewer[0][way] < 0.55 * records[0][way]  # counters and measurements stay as they are
     assert 0 < furthest(full, half) < 1e-2
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from uefl.algorithms.record import judged, noted
+from uefl.algorithms.record import counted, judged, noted
 from uefl.algorithms.targets import Reading
 from uefl.errors import InputError
 from uefl.federation import Clients, Server, State, is_words
@@ -94,7 +94,7 @@ class Book:
     def first_book(self, method: FedAvg, clients: Clients, server: Server) -> Server:
         """Federated K-means: local centroids with counts, weighted K-means over them at the server (D12)."""
         started = time.perf_counter()
-        found = self.centroids(method, clients, server, server.silos, self.words)
+        server, found = self.centroids(method, clients, server, server.silos, self.words)
         for who in self.owners(clients, server.silos):
             theirs = [found[s] for s in who if s in found]
             if theirs:
@@ -110,7 +110,7 @@ class Book:
         if not opens and (not end or server.settled or not self.extend):
             return server
         # Evaluate uncertainty for each client with the integrated model                               (Algorithm 1)
-        answers = method.measured(clients, server)
+        server, answers = method.measured(clients, server)
         if opens:
             return method.close(self.first_book(method, clients, server), answers)
         # e_k > (1+γ) min_j e_j
@@ -123,9 +123,8 @@ class Book:
 
     def uncertain(self, e: Mapping[str, Metrics]) -> tuple[str, ...]:
         """Silos whose entropy stands out from the reference by γ, and by more than noise (D4, D22)."""
-        e = {
-            who: m for who, m in e.items() if math.isfinite(m["entropy"])
-        }  # a missing e_k is neither least nor uncertain
+        # A missing e_k is neither least nor uncertain.
+        e = {who: m for who, m in e.items() if math.isfinite(m["entropy"])}
         if not e:
             return ()
         noise = {who: m["entropy_variance"] / max(m["count"], 1) for who, m in e.items()}
@@ -148,7 +147,7 @@ class Book:
         started = time.perf_counter()
         rows = server.access[[server.silos.index(who) for who in uncertain]]
         v = self.words if self.growth == "constant" else int(rows.sum(1).max())
-        found = self.centroids(method, clients, server, uncertain, v)
+        server, found = self.centroids(method, clients, server, uncertain, v)
         if self.new == "gaussian":
             seed, now = clients.seed, server.round
             found = {w: (normal(key(seed, w, now, "new"), c.shape).to(c), n) for w, (c, n) in found.items()}
@@ -164,14 +163,15 @@ class Book:
 
     def centroids(
         self, method: FedAvg, clients: Clients, server: Server, who: tuple[str, ...], v: int
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    ) -> tuple[Server, dict[str, tuple[Tensor, Tensor]]]:
         """K-means centroids [M, v, D] and counts [M, v] from some silos, each on its own training features."""
         say = method.say(clients, server)
         say = say._replace(who=tuple(w for w in who if clients.sizes[w]), sent={**say.sent, "words": torch.tensor(v)})
         like = torch.stack([t[:0] for n, t in server.state.items() if is_words(n)])  # [M, 0, D]
-        replies = [r for r in clients.ask(method, "centroids", say, ("train",)) if not r.refused]
-        found = {r.who: r.answers["train"] for r in replies if sound(r.answers.get("train", {}), like, v)}
-        return {w: (answer["centroids"], answer["counts"]) for w, answer in found.items()}
+        replies = list(clients.ask(method, "centroids", say, ("train",)))
+        answers = {r.who: r.answers.get("train", {}) for r in replies if not r.refused}
+        found = {w: (a["centroids"], a["counts"]) for w, a in answers.items() if sound(a, like, v)}
+        return counted(server, replies, 0.0), found  # the time is counted as K-means'
 
 
 def sound(answer: State, like: Tensor, v: int) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from uefl.aggregate import Mean, flaw
 from uefl.algorithms.book import Book
-from uefl.algorithms.record import closed, opened
+from uefl.algorithms.record import closed, counted, opened
 from uefl.algorithms.targets import read_targets
 from uefl.errors import InputError
 from uefl.federation import Batch, Broadcast, Clients, Model, Part, Reply, Server, Silo, Split, State, Update, whole
@@ -95,7 +95,7 @@ class FedAvg:
         if self.codebook:
             server = self.codebook.after_round(self, clients, server)
         if server.pending and server.round == self.budget:  # nobody else would measure the last round's model
-            server = self.close(server, self.measured(clients, server))
+            server = self.close(*self.measured(clients, server))
         return server
 
     def round(self, clients: Clients, server: Server) -> Server:
@@ -103,7 +103,7 @@ class FedAvg:
         started = time.perf_counter()
         who = self.takes_part(clients, server)
         if server.pending and who != server.silos:  # who trains brings measurements along; here some would be missing
-            server = self.close(server, self.measured(clients, server))
+            server = self.close(*self.measured(clients, server))
         say = self.say(clients, server)._replace(round=server.round + 1, who=who)
         mean, replies = Mean(server.state), []
         for reply in clients.fit(self, say, measure=who == server.silos):
@@ -131,13 +131,15 @@ class FedAvg:
         order = permutation(key(clients.seed, server.round + 1, "who"), len(able)).tolist()
         return tuple(sorted(able[i] for i in order[: self.participation]))
 
-    def measured(self, clients: Clients, server: Server) -> dict[str, Mapping[str, State]]:
-        """Ask all silos to measure the model as it stands."""
-        say = self.say(clients, server)
-        found = {r.who: r.answers for r in clients.ask(self, "measure", say, self.splits) if not r.refused}
+    def measured(self, clients: Clients, server: Server) -> tuple[Server, dict[str, Mapping[str, State]]]:
+        """Ask all silos to measure the model as it stands; the record counts what that costs."""
+        started, say = time.perf_counter(), self.say(clients, server)
+        replies = list(clients.ask(self, "measure", say, self.splits))
+        server = counted(server, replies, time.perf_counter() - started)
+        found = {r.who: r.answers for r in replies if not r.refused}
         if self.codebook:
-            return read_targets(self, clients, server, found, self.codebook.target_access)
-        return found
+            found = read_targets(self, clients, server, found, self.codebook.target_access)
+        return server, found
 
     def close(self, server: Server, answers: Mapping[str, Mapping[str, State]], prefix: str = "") -> Server:
         """Complete the record of the last round with what silos measured of its model."""

@@ -44,13 +44,13 @@ def noted(server: Server, seconds: float, **facts: Any) -> Server:
 
 
 def counted(server: Server, replies: Sequence[Reply], seconds: float) -> Server:
-    """Add to the record what a question before training cost."""
+    """Add to the record what a question cost that is not part of a round's one message."""
     cost = {
         "bytes_down": sum(r.received_bytes for r in replies),
         "bytes_up": sum(r.sent_bytes for r in replies),
         "seconds": seconds,
     }
-    return server.but(pending={**server.pending, **{n: server.pending[n] + more for n, more in cost.items()}})
+    return server.but(pending={**server.pending, **{n: server.pending.get(n, 0) + more for n, more in cost.items()}})
 
 
 def judged(server: Server, uncertain: Sequence[str], before: Server) -> Server:

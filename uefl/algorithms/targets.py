@@ -33,8 +33,9 @@ def read_targets(method: FedAvg, clients: Clients, server: Server, answers: Answ
     readings = {"shared": answers, "all": _under(method, clients, server, targets, whole)}
     rows = torch.unique(server.access[[bool(n) for n in clients.sizes.values()]], dim=0)
     tried = [_under(method, clients, server, targets, row) for row in rows]
-    readings["least_uncertain"] = {t: min((a[t] for a in tried), key=_entropy) for t in targets}
-    return answers | {t: _noted(readings, t, counts) for t in targets}
+    heard = [t for t in targets if all("test" in a.get(t, {}) for a in (readings["all"], *tried))]
+    readings["least_uncertain"] = {t: min((a[t] for a in tried), key=_entropy) for t in heard}
+    return answers | {t: _noted(readings, t, counts) for t in heard}
 
 
 def _under(method: FedAvg, clients: Clients, server: Server, targets: tuple[str, ...], row: Tensor) -> Answers:
