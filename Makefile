@@ -1,20 +1,24 @@
 # make demo   sets up and runs the main job on embedded data
+# make deploy-demo   three silos on this machine, over TLS, on Flower
 # make test   sets up, lints, type-checks and tests; .ci/run calls it
 PYTHON ?= python3
 BIN := .venv/bin
 # One torch thread a process: two on shared cores can be many times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-real format clean
+.PHONY: demo deploy-demo test test-real format clean
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,flower]'
 	touch $@
 
 demo: .venv/ready
 	$(BIN)/uefl compare
+
+deploy-demo: .venv/ready
+	$(BIN)/uefl deploy demo runs/deploy-demo-$$(date +%Y%m%d-%H%M%S)
 
 test: .venv/ready
 	$(BIN)/ruff check .

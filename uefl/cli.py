@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 
 from uefl.commands import compare as compare_
-from uefl.commands import data, listing, showing
+from uefl.commands import data, deploy, listing, showing
 from uefl.commands.seeds import compare_seeds, parsed_seeds
 from uefl.commands.words import spoken
-from uefl.errors import InputError
+from uefl.errors import InputError, Stopped
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,6 +43,7 @@ Every silo measures how unsure the shared model is on its data; the silos that s
 Results go to `runs/`, one folder a run. Nothing is overwritten: a finished run is shown, an unfinished one goes on.""",
 )
 app.add_typer(data.app, name="data")
+app.add_typer(deploy.app, name="deploy")
 
 Words = Annotated[
     list[str] | None,
@@ -61,6 +62,7 @@ def run(
     device: Device = "cpu",
     threads: Threads = 1,
     preset: Preset = "default",
+    engine: Annotated[str, typer.Option(help="serial, or flower: silos as processes on Flower's runtime")] = "serial",
 ) -> None:
     """Run one method on one data set.
 
@@ -69,7 +71,7 @@ def run(
     experiments = spoken(words or [], ["uefl"], preset)
     if len(experiments) > 1:
         raise InputError(f"run takes one method, not {', '.join(experiments)}; `uefl compare` takes several")
-    compare_.compare(experiments, out, compare_.Where(device, threads, 1), Console())
+    compare_.compare(experiments, out, compare_.Where(device, threads, 1, engine), Console())
 
 
 @app.command()
@@ -120,6 +122,9 @@ def main() -> None:
     except InputError as e:
         print(f"uefl: {e}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
+    except Stopped as e:
+        print(f"uefl: {e}", file=sys.stderr)  # noqa: T201
+        sys.exit(3)
     except KeyboardInterrupt:
         print("uefl: stopped; the same command goes on from the last round", file=sys.stderr)  # noqa: T201
         sys.exit(130)

@@ -42,7 +42,7 @@ class Display:
         """Take in one event of a run."""
         if run not in self.tasks:
             self.tasks[run] = self.progress.add_task("", total=None, run=run, facts="loads data", left="")
-            self.state[run] = {"iteration": 0, "silo": "", "measured": "", "round": 0}
+            self.state[run] = {"iteration": 0, "silo": "", "measured": "", "round": 0, "first": 0}
         getattr(self, f"_{event['kind']}", lambda *_: None)(run, event)
 
     def _start(self, run: str, event: Event) -> None:
@@ -62,6 +62,9 @@ class Display:
         self.progress.update(self.tasks[run], total=1, completed=1, facts="finished before")
 
     def _silo(self, run: str, event: Event) -> None:
+        if not event["silo"]:  # nobody we know: a node that was turned away
+            self.console.print(f"{run}: {event['doing']}", soft_wrap=True)
+            return
         self.state[run]["silo"] = f"{event['silo']} {event['doing']}"
         self._refresh(run)
 

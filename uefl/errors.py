@@ -1,10 +1,14 @@
-"""The one error a user can cause: the command line prints it as one line and exits with code 2."""
+"""The errors a user sees as one line: what was given is wrong (exit code 2), or the run cannot go on now (3)."""
 
 from collections.abc import Iterable
 
 
 class InputError(ValueError):
     """Something the user gave is wrong; the message names it and what is allowed."""
+
+
+class Stopped(RuntimeError):
+    """A run cannot go on now, and can be resumed: the command line prints one line and exits with code 3."""
 
 
 def unknown(kind: str, value: object, allowed: Iterable[str]) -> InputError:

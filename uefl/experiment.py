@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from uefl.algorithms import ALGORITHMS, FedAvg
+from uefl.algorithms import ALGORITHMS, FedAvg, algorithm
 from uefl.data import Data
 from uefl.errors import InputError
 from uefl.federation import Silo
@@ -20,7 +20,7 @@ from uefl.models.frozen import freeze_norm_statistics
 from uefl.models.net import Ensemble, Net
 from uefl.models.weights import load_weights
 from uefl.noise import key
-from uefl.settings import plain
+from uefl.settings import from_plain, plain
 
 RESULTS = 1  # raised when a change of the code changes numbers
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -99,6 +99,13 @@ class Experiment:
         """The experiment in plain values, as the run folder keeps it."""
         settings: dict[str, Any] = plain(self)
         return {"name": self.name, **settings}
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Experiment:
+        """The experiment whose `config` this is, of names and fields that are known here; anything else is refused."""
+        rest = {name: value for name, value in config.items() if name not in ("name", "method")}
+        method = from_plain(algorithm(str(config.get("name"))), config.get("method"))
+        return replace(from_plain(cls, rest), method=method)
 
     def id(self, fingerprint: str) -> str:
         """Hash of experiment, data and results version; engine and device are in the header instead."""

@@ -95,6 +95,7 @@ class Reply(NamedTuple):
     sent_bytes: int = 0
     seconds: float = 0.0
     refused: str = ""
+    note: str = ""  # what the record should say of this silo
 
 
 @dataclass(frozen=True)

@@ -12,55 +12,103 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from uefl import __version__, records
 from uefl.checkpoint import load_checkpoint, save_checkpoint, save_tensors, write_text
 from uefl.engines import Serial
-from uefl.errors import InputError
+from uefl.errors import InputError, unknown
 from uefl.experiment import DTYPES, RESULTS, Experiment, fingerprint
-from uefl.federation import Server
+from uefl.federation import Clients, Server, State
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
+ENGINES = ("serial", "flower")
 HEADER, RECORDS, CHECKPOINT = "run.json", "records.jsonl", "checkpoint.safetensors"
 MODEL, SUMMARY, FIGURE = "model.safetensors", "summary.json", "figure.png"
 SAME = ("engine", "device", "threads", "torch", "results")  # what must not change under a run that goes on
 
 
-def run(experiment: Experiment, root: Path, *, device: str = "cpu", listen: Listener = lambda _: None) -> Path:
+class Engine(Clients, Protocol):
+    """Clients whose memory is part of the checkpoint."""
+
+    memory: dict[str, State]
+    device: torch.device
+
+
+class Setting(NamedTuple):
+    """What a run knows of its data and its place before anyone trains."""
+
+    mark: str  # fingerprint of the data
+    domains: dict[str, str]
+    classes: tuple[str, ...]
+    shape: tuple[int, ...]
+    engine: str = "serial"
+    device: str = "cpu"
+
+
+def run(
+    experiment: Experiment,
+    root: Path,
+    *,
+    device: str = "cpu",
+    engine: str = "serial",
+    listen: Listener = lambda _: None,
+) -> Path:
     """Run an experiment, or go on with it, or find it done; returns its folder."""
+    if engine not in ENGINES:
+        raise unknown("engine", engine, ENGINES)
     listen({"kind": "load", "data": experiment.data.name})
     silos, images = experiment.data.load(experiment.seed)
     silos = list(experiment.method.prepare(silos))
-    mark = fingerprint(silos)
-    folder = root / f"{experiment.name}-{experiment.data.name}-{experiment.id(mark)}"
+    domains = {s.name: s.domain for s in silos}
+    shape = tuple(images.x.shape[1:]) if not experiment.data.size else tuple(silos[0].test.x.shape[1:])
+    setting = Setting(fingerprint(silos), domains, images.classes, shape, engine, device)
+
+    def watch(silo: str, doing: str) -> None:
+        listen({"kind": "silo", "silo": silo, "doing": doing})
+
+    def clients() -> AbstractContextManager[Engine]:
+        if engine == "flower":
+            try:  # an extra: only who asks for it needs Flower
+                from uefl.flower.simulation import simulated
+            except ImportError:
+                raise InputError("engine=flower needs Flower: pip install 'uefl[flower]'") from None
+            return simulated(
+                experiment, len(silos), state=root.resolve() / "state", run=experiment.id(setting.mark), hear=watch
+            )
+        net, dtype = experiment.network(shape, len(images.classes)), DTYPES[experiment.precision]
+        return nullcontext(Serial(silos, net, seed=experiment.seed, device=device, dtype=dtype, watch=watch))
+
+    return drive(experiment, root, setting, clients, listen)
+
+
+def drive(
+    experiment: Experiment,
+    root: Path,
+    setting: Setting,
+    clients: Callable[[], AbstractContextManager[Engine]],
+    listen: Listener = lambda _: None,
+) -> Path:
+    """The same with any clients, which are called only if there is something left to do."""
+    folder = root / f"{experiment.name}-{experiment.data.name}-{experiment.id(setting.mark)}"
     folder.mkdir(parents=True, exist_ok=True)
     with only_process(folder):
         if (folder / SUMMARY).exists():
             listen({"kind": "found", "folder": str(folder)})
             return folder
-        domains = {s.name: s.domain for s in silos}
-        shape = tuple(images.x.shape[1:]) if not experiment.data.size else tuple(silos[0].test.x.shape[1:])
-        _header(folder, experiment, device, mark, domains, images.classes, shape)
-        clients = Serial(
-            silos,
-            experiment.network(shape, len(images.classes)),
-            seed=experiment.seed,
-            device=device,
-            dtype=DTYPES[experiment.precision],
-            watch=lambda silo, doing: listen({"kind": "silo", "silo": silo, "doing": doing}),
-        )
-        server = _loop(experiment, clients, folder, listen)
-        _finish(folder, server, clients, domains)
+        _header(folder, experiment, setting)
+        with clients() as engine:
+            server = _loop(experiment, engine, folder, listen)
+            _finish(folder, server, engine, setting.domains)
     return folder
 
 
-def _loop(experiment: Experiment, clients: Serial, folder: Path, listen: Listener) -> Server:
+def _loop(experiment: Experiment, clients: Engine, folder: Path, listen: Listener) -> Server:
     method, server = experiment.method, _resumed(clients, folder)
     lines = folder / RECORDS
     known = [r for r in records.read(lines) if server and r["round"] < server.pending.get("round", server.round + 1)]
@@ -77,25 +125,18 @@ def _loop(experiment: Experiment, clients: Serial, folder: Path, listen: Listene
     return server
 
 
-def _resumed(clients: Serial, folder: Path) -> Server | None:
+def _resumed(clients: Engine, folder: Path) -> Server | None:
     if not (folder / CHECKPOINT).exists():
         return None
     server, clients.memory = load_checkpoint(folder / CHECKPOINT, clients.device)
     return server
 
 
-def _header(
-    folder: Path,
-    experiment: Experiment,
-    device: str,
-    mark: str,
-    domains: dict[str, str],
-    classes: tuple[str, ...],
-    shape: tuple[int, ...],
-) -> None:
+def _header(folder: Path, experiment: Experiment, setting: Setting) -> None:
     """Write what the run is and what it runs on; a run that goes on must find the same."""
+    device = setting.device
     here: dict[str, Any] = {
-        "engine": "serial",
+        "engine": setting.engine,
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -115,18 +156,18 @@ def _header(
         **here,
         "uefl": __version__,
         "python": platform.python_version(),
-        "fingerprint": mark,
+        "fingerprint": setting.mark,
         "experiment": experiment.config(),
         "budget": experiment.method.budget,
-        "domains": domains,
-        "classes": list(classes),
-        "shape": list(shape),
+        "domains": setting.domains,
+        "classes": list(setting.classes),
+        "shape": list(setting.shape),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     write_text(path, json.dumps(header, indent=1) + "\n")
 
 
-def _finish(folder: Path, server: Server, clients: Serial, domains: dict[str, str]) -> None:
+def _finish(folder: Path, server: Server, clients: Engine, domains: dict[str, str]) -> None:
     """Model, picture, and last of all the summary, whose presence says that the run is done."""
     header = json.loads((folder / HEADER).read_text())
     tensors = {**{f"state/{n}": t for n, t in server.state.items()}, "access": server.access}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from uefl.errors import InputError
+from uefl.errors import InputError, unknown
 
 T = TypeVar("T")
 
@@ -100,13 +100,29 @@ def parsed(text: str, kind: Any, name: str) -> Any:
 
 
 def from_plain(kind: type[T], values: Any) -> T:
-    """The settings that `plain` wrote down."""
+    """The settings that `plain` wrote down, here or elsewhere: every name and every type is checked."""
+    if not isinstance(values, dict):
+        raise InputError(f"{kind.__name__} must be a table of fields, not {values!r}")
     hints = get_type_hints(kind)
-    return kind(**{name: _from_plain(hints[name], value) for name, value in values.items()})
+    known = [f.name for f in fields(kind) if f.init]  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise unknown(f"field of {kind.__name__}", name, known)
+    return kind(**{name: _typed(value, hints[name], name) for name, value in values.items()})
 
 
-def _from_plain(kind: Any, value: Any) -> Any:
-    inner = next((k for k in (kind, *get_args(kind)) if is_dataclass(k)), None)
-    if isinstance(value, dict) and inner is not None:
-        return from_plain(inner, value)  # type: ignore[arg-type]
-    return tuple(value) if isinstance(value, list) else value
+def _typed(value: Any, kind: Any, name: str) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _typed(value, next(a for a in args if a is not type(None)), name)
+    if is_dataclass(kind):
+        return from_plain(kind, value)  # type: ignore[arg-type]
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(v, args[0], name) for v in value)
+    if origin is Literal and value in args:
+        return value
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if kind in (bool, int, str) and type(value) is kind:
+        return value
+    raise InputError(f"{name}={value!r} is not of its type, {getattr(kind, '__name__', kind)}")

@@ -14,6 +14,7 @@ from uefl.algorithms.scaffold import Scaffold
 from uefl.algorithms.uefl import UEFL, VQFedAvg
 from uefl.algorithms.vhl import VHL
 from uefl.errors import unknown
+from uefl.plugins import has
 
 ALGORITHMS: dict[str, type[FedAvg]] = {
     "uefl": UEFL,
@@ -35,7 +36,7 @@ ALGORITHMS: dict[str, type[FedAvg]] = {
 
 def algorithm(name: str) -> type[FedAvg]:
     """The method of this name."""
-    if name not in ALGORITHMS:
+    if not has(ALGORITHMS, "uefl.methods", name):
         raise unknown("method", name, ALGORITHMS)
     return ALGORITHMS[name]
 

@@ -19,6 +19,8 @@ def opened(server: Server, replies: Sequence[Reply], seconds: float) -> dict[str
         mine |= {"down": reply.received_bytes, "up": reply.sent_bytes, "seconds": reply.seconds}
         if reply.refused:
             mine["refused"] = reply.refused
+        if reply.note:
+            mine["note"] = reply.note
         if "local test" in reply.answers:
             local = metrics(reply.answers["local test"])
             mine |= {"local_accuracy": local["accuracy"], "local_entropy": local["entropy"]}

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class Where(NamedTuple):
     device: str = "cpu"
     threads: int = 1  # of torch, a run
     workers: int = 0  # runs at a time; 0: one a core
+    engine: str = "serial"  # of a single run
 
 
 def compare(experiments: Mapping[str, Experiment], out: Path, where: Where, console: Console) -> None:
@@ -51,7 +53,7 @@ def compare(experiments: Mapping[str, Experiment], out: Path, where: Where, cons
 
 def ran(experiments: Mapping[str, Experiment], out: Path, where: Where, console: Console) -> dict[str, Path]:
     """Run experiments, each in its folder, with live progress."""
-    device, threads, workers = where
+    device, threads, workers, engine = where
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise InputError(f"device={device} is not to be had here; allowed: {', '.join(_devices())}")
     if threads < 1 or workers < 0:
@@ -60,7 +62,8 @@ def ran(experiments: Mapping[str, Experiment], out: Path, where: Where, console:
     with Display(console) as display:
         if len(experiments) == 1:
             name, experiment = next(iter(experiments.items()))
-            return {name: run(experiment, out, device=device, listen=lambda event: display.hear(name, event))}
+            listen = partial(display.hear, name)
+            return {name: run(experiment, out, device=device, engine=engine, listen=listen)}
         workers = workers or min(len(experiments), os.cpu_count() or 1)
         return side_by_side(experiments, out, workers=workers, device=device, hear=display.hear)
 

@@ -26,6 +26,7 @@ from uefl.data.places import cache_folder, found
 from uefl.data.reading import Reading, printable
 from uefl.data.tree import tree
 from uefl.errors import InputError, unknown
+from uefl.plugins import has
 
 Importer = Callable[[Path, Reading], Images]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -115,7 +116,7 @@ def read(
     progress: bool = True,
 ) -> Images:
     """The images of a source, decoded once and then mapped from the cache; `strict` turns warnings into an error."""
-    if name not in SOURCES:
+    if not has(SOURCES, "uefl.readers", name):
         raise unknown("data set", name, SOURCES)
     if size is not None and size < 1:
         raise InputError(f"size={size} must be at least 1")

@@ -17,6 +17,7 @@ from uefl.data.shifts import parsed, shifted
 from uefl.data.sources import SOURCES, read
 from uefl.errors import InputError, unknown
 from uefl.federation import Part, Silo
+from uefl.plugins import has
 
 TEST_LABELS = ("all", "own")
 _ELSEWHERE: Any = {"identity": False}  # where data lie and how loudly to complain say nothing about a run
@@ -49,7 +50,7 @@ class Data:
     target: str = ""  # the held-out domain: a shift, or a domain of the source
 
     def __post_init__(self) -> None:
-        if self.name not in SOURCES:
+        if not has(SOURCES, "uefl.readers", self.name):
             raise unknown("data set", self.name, SOURCES)
         if self.cut not in CUTS:
             raise unknown("cut", self.cut, CUTS)

@@ -13,6 +13,7 @@ from uefl.models.residual import ResidualEncoder
 from uefl.models.resnet18 import resnet18, resnet18_cifar
 from uefl.models.small import MLP, Dirt, GroupNormConv, lenet_cifar, lenet_fmnist
 from uefl.models.vgg import vgg11, vgg16, vgg16_bn
+from uefl.plugins import has
 
 
 class Entry(NamedTuple):
@@ -39,7 +40,7 @@ ENCODERS: dict[str, Entry] = {
 
 def encoder(name: str, channels: int, **fields: Any) -> nn.Module:
     """A fresh encoder; `size`, pixels a side, is a field of all, `pool` of those that end in a map."""
-    if name not in ENCODERS:
+    if not has(ENCODERS, "uefl.encoders", name):
         raise unknown("encoder", name, ENCODERS)
     build = ENCODERS[name].build
     known = [field for field in signature(build).parameters if field != "channels"]

@@ -1,0 +1,1 @@
+"""UEFL as a Flower app."""
