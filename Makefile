@@ -8,13 +8,19 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo deploy-demo test test-real format clean
 
-.venv/ready: pyproject.toml constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,flower]'
+	$(PIP) torch
+	$(PIP) -e .
 	touch $@
 
-demo: .venv/ready
+.venv/ready: .venv/demo
+	$(PIP) -e '.[dev,flower]'
+	touch $@
+
+demo: .venv/demo
 	$(BIN)/uefl compare
 
 deploy-demo: .venv/ready
