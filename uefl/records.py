@@ -78,6 +78,7 @@ def _level(rounds: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
     """mA, mE, mP, and every metric per silo and per domain, as means over some rounds."""
     names = [n for n, mine in rounds[-1]["silos"].items() if mine.get("count")]
     silos = {n: _means([r["silos"][n] for r in rounds]) for n in names}
+    silos = {n: {**mine, "words": rounds[-1]["silos"][n]["words"]} for n, mine in silos.items()}  # as they ended
     groups = {d: [silos[n] for n in names if domains[n] == d] for d in dict.fromkeys(domains[n] for n in names)}
     return {
         "round": [r["round"] for r in rounds],

@@ -31,7 +31,7 @@ def beside(runs: Mapping[str, Path], level: str = LEVEL) -> Table:
     first = next(iter(found.values()))
     for domain in first["domains"]:
         members = [n for n, mine in first["silos"].items() if mine["domain"] == domain]
-        for silo in members:
+        for silo in members if members != [domain] else []:  # a silo that is its own domain has one row
             table.add_row(silo, *_cells([run["silos"].get(silo, {}) for run in found.values()], found))
         rows = [run["domains"].get(domain, {}) for run in found.values()]
         table.add_row(f"[bold]{domain}[/bold]", *_cells(rows, found, bold=True), end_section=True)
