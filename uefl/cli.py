@@ -13,6 +13,7 @@ from rich.console import Console
 
 from uefl.commands import compare as compare_
 from uefl.commands import data, deploy, listing, showing
+from uefl.commands.flags import SkipBad, Strict, flagged
 from uefl.commands.seeds import compare_seeds, parsed_seeds
 from uefl.commands.words import spoken
 from uefl.errors import InputError, Stopped
@@ -63,12 +64,14 @@ def run(
     threads: Threads = 1,
     preset: Preset = "default",
     engine: Annotated[str, typer.Option(help="serial, or flower: silos as processes on Flower's runtime")] = "serial",
+    skip_bad: SkipBad = False,
+    strict: Strict = False,
 ) -> None:
     """Run one method on one data set.
 
     Examples: `uefl run`, `uefl run fedavg mnist seed=1`, `uefl run uefl folder path=photos rounds=5 local.rate=3e-4`.
     """
-    experiments = spoken(words or [], ["uefl"], preset)
+    experiments = spoken(flagged(words, skip_bad=skip_bad, strict=strict), ["uefl"], preset)
     if len(experiments) > 1:
         raise InputError(f"run takes one method, not {', '.join(experiments)}; `uefl compare` takes several")
     compare_.compare(experiments, out, compare_.Where(device, threads, 1, engine), Console())
@@ -83,6 +86,8 @@ def compare(
     workers: Annotated[int, typer.Option(help="runs at a time; 0: one a core")] = 0,
     preset: Preset = "default",
     seeds: Annotated[str, typer.Option(help="several seeds, such as 0,1,2: means with their spread")] = "",
+    skip_bad: SkipBad = False,
+    strict: Strict = False,
 ) -> None:
     """Run several methods at equal rounds and set them side by side.
 
@@ -90,7 +95,8 @@ def compare(
 
     Examples: `uefl compare`, `uefl compare --seeds 0,1,2`, `uefl compare fedavg vq-fedavg uefl seed=2`.
     """
-    experiments = compare_.strong(spoken(words or [], ["fedavg", "uefl"], preset))
+    given = flagged(words, skip_bad=skip_bad, strict=strict)
+    experiments = compare_.strong(spoken(given, ["fedavg", "uefl"], preset))
     where = compare_.Where(device, threads, workers)
     if seeds:
         compare_seeds(experiments, parsed_seeds(seeds), out, where, Console())

@@ -57,6 +57,9 @@ class Display:
             self.console.print(f"{run}: goes on after round {event['round']} of {event['budget']}")
         self.progress.update(self.tasks[run], total=event["budget"], completed=event["round"])
 
+    def _warning(self, run: str, event: Event) -> None:
+        self.console.print(f"{run}: warning: {event['line']}", style="yellow", soft_wrap=True, markup=False)
+
     def _found(self, run: str, event: Event) -> None:
         self.console.print(f"{run}: finished before, in {event['folder']}", soft_wrap=True)
         self.progress.update(self.tasks[run], total=1, completed=1, facts="finished before")

@@ -20,6 +20,7 @@ import torch
 
 from uefl import __version__, records
 from uefl.checkpoint import load_checkpoint, save_checkpoint, save_tensors, write_text
+from uefl.data.concerns import concerns
 from uefl.engines import Serial
 from uefl.errors import InputError, unknown
 from uefl.experiment import DTYPES, RESULTS, Experiment, fingerprint
@@ -64,6 +65,8 @@ def run(
         raise unknown("engine", engine, ENGINES)
     listen({"kind": "load", "data": experiment.data.name})
     silos, images = experiment.data.load(experiment.seed)
+    for line in concerns(silos, images):
+        listen({"kind": "warning", "line": line})
     silos = list(experiment.method.prepare(silos))
     domains = {s.name: s.domain for s in silos}
     shape = tuple(images.x.shape[1:]) if not experiment.data.size else tuple(silos[0].test.x.shape[1:])

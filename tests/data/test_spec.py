@@ -8,7 +8,7 @@ import torch
 from synthetic_images import synthetic
 
 from uefl.data import CUTS, Data, defaults
-from uefl.data.concerns import concerns
+from uefl.data.concerns import lonely
 from uefl.data.defaults import SETS
 from uefl.data.spec import first_classes
 from uefl.errors import InputError
@@ -84,10 +84,10 @@ def test_fields_are_of_simple_types() -> None:
 
 def test_a_silo_of_one_class_is_a_concern_and_strict_refuses_it() -> None:
     data = Data(cut="classes", labels=1, shifts=("none",), silos=(10,), train=0, test=0)
-    assert concerns(data.divide(synthetic(), 0)) == [
+    assert lonely(data.divide(synthetic(), 0)) == [
         "10 of 10 silos train with one class only: D1-01, D1-02, D1-03, D1-04, D1-05 and 5 more"
     ]
-    assert concerns(Data().divide(synthetic(), 0)) == []
+    assert lonely(Data().divide(synthetic(), 0)) == []
     with pytest.raises(InputError, match="one class only"):
         replace(data, strict=True).load(0)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from uefl.commands.flags import SkipBad, Strict, flagged
 from uefl.data import defaults
 from uefl.data.concerns import concerns
 from uefl.data.show import counts, picture
@@ -29,15 +30,17 @@ def show(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="picture to write; an existing file is never overwritten")] = None,
     seed: Annotated[int, typer.Option(help="seed of the cut")] = 0,
+    skip_bad: SkipBad = False,
+    strict: Strict = False,
 ) -> None:
     """Cut a data set into silos, print their counts and draw their images and labels."""
-    given = assignments or []
+    given = flagged(assignments, skip_bad=skip_bad, strict=strict)
     # The cut comes first: what the other fields mean unless told depends on it.
     cut = next((text.removeprefix("cut=") for text in given if text.startswith("cut=")), "")
     silos, images = override(defaults(name, cut), given).load(seed)
     console = Console()
     console.print(counts(silos, images))
-    for line in concerns(silos):
+    for line in concerns(silos, images):
         console.print(f"warning: {line}", style="yellow")
     written = picture(silos, images, out or Path(f"{name}-silos.png"))
     console.print(f"picture: {written}", soft_wrap=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uefl.data.concerns import concerns
+from uefl.data.concerns import lonely
 from uefl.data.cuts import CUTS
 from uefl.data.images import Images
 from uefl.data.share import Share
@@ -105,7 +105,7 @@ class Data:
         found = read(self.name, self.path, skip_bad=self.skip_bad, strict=self.strict, size=early or None)
         images = first_classes(found, self.only)
         silos = self.divide(images, seed)
-        if self.strict and (odd := concerns(silos)):
+        if self.strict and (odd := lonely(silos)):
             raise InputError(odd[0])
         return silos, images
 
