@@ -34,7 +34,7 @@ class Architecture:
     width: int = 0  # of the encoder: channels of the residual one's first block; 0: the encoder's own
     depth: int = 0  # blocks of the residual encoder; 0: its own
     pool: bool = False  # average an encoder's map to one token
-    frozen_norms: bool = False  # batch norm keeps the statistics it came with
+    frozen_norms: bool = False  # batch norm keeps the statistics that pretrained weights came with
     hidden: int = 512  # of the classifier
     dropout: float = 0.1
     dropout_at: Literal["hidden", "logits"] = "hidden"  # D2
@@ -71,7 +71,7 @@ class Architecture:
         built = encoder(self.encoder, shape[0], size=shape[-1], **asked)
         if self.pretrained:
             load_weights(built, self.pretrained)
-        return freeze_norm_statistics(built) if self.frozen_norms else built
+        return freeze_norm_statistics(built) if self.frozen_norms and self.pretrained else built
 
 
 @dataclass(frozen=True, kw_only=True)
