@@ -20,8 +20,9 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 	$(PIP) -e '.[dev,flower]'
 	touch $@
 
+# FedAvg with layer norm: over three seeds the better one by validation (README); `uefl compare` runs both.
 demo: .venv/demo
-	$(BIN)/uefl compare
+	$(BIN)/uefl compare normalise=layer
 
 deploy-demo: .venv/ready
 	$(BIN)/uefl deploy demo runs/deploy-demo-$$(date +%Y%m%d-%H%M%S)
