@@ -34,6 +34,7 @@ def curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
                             color=f"C{i}",
                             ha="right",
                         )
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("round")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
