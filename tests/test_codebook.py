@@ -128,12 +128,6 @@ def test_without_words_features_pass_as_they_are():
     assert coded.commitment == coded.codeword == 0
 
 
-def test_a_closed_row_is_never_chosen():
-    made = book([[0.0, 0.0], [1.0, 1.0]])
-    made.open = torch.tensor([True, False])
-    assert made(torch.tensor([[[1.0, 1.0]]])).chosen.item() == 0
-
-
 def test_uniform_use_has_the_perplexity_of_all_words():
     assert perplexity(usage(torch.arange(7).repeat(5), 7)).item() == pytest.approx(7)
 

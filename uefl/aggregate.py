@@ -17,31 +17,37 @@ class Mean:
     def __init__(self, old: State) -> None:
         self.old = old
         self.sums: State = {}
-        self.weight: State = {}
+        self.weight: dict[str, float] = {}  # of all tensors but words
+        self.users: State = {}  # the same of words, by row
 
     def add(self, tensors: State, weight: float, row: Tensor) -> None:
         """Fold in one silo's tensors; `row` is its row of the ledger, the words its tensors speak of."""
-        for name, tensor in tensors.items():
-            old = self.old[name]
-            if name not in self.sums:
-                self.sums[name] = torch.zeros_like(old, dtype=torch.float64)
-                self.weight[name] = torch.zeros(len(old) if is_words(name) else (), dtype=torch.float64).to(old.device)
+        for name in tensors.keys() - self.sums.keys():
+            self.sums[name] = torch.zeros_like(self.old[name], dtype=torch.float64)
             if is_words(name):
-                self.sums[name][row] += weight * tensor.double()
-                self.weight[name][row] += weight
-            else:
-                self.sums[name] += weight * tensor.double()
-                self.weight[name] += weight
+                self.users[name] = self.sums[name].new_zeros(len(self.old[name]))
+        for name in filter(is_words, tensors):
+            self.sums[name][row] += weight * tensors[name].double()
+            self.users[name][row] += weight
+        plain = [name for name in tensors if not is_words(name)]
+        if plain:
+            scaled = torch._foreach_mul([tensors[name].double() for name in plain], weight)
+            torch._foreach_add_([self.sums[name] for name in plain], scaled)
+        for name in plain:
+            self.weight[name] = self.weight.get(name, 0.0) + weight
 
     def result(self) -> State:
         """The mean; what nobody sent, and a word without a user this round, stays as it was."""
         merged = dict(self.old)
         for name, total in self.sums.items():
-            weight, old = self.weight[name], self.old[name]
-            weight = weight.reshape(-1, *[1] * (old.dim() - 1)) if is_words(name) else weight
-            mean = total / torch.where(weight > 0, weight, 1)
-            mean = mean if old.is_floating_point() else mean.round()
-            merged[name] = torch.where(weight > 0, mean.to(old.dtype), old)
+            old = self.old[name]
+            if is_words(name):
+                users = self.users[name].reshape(-1, *[1] * (old.dim() - 1))
+                mean = total / torch.where(users > 0, users, 1)
+                merged[name] = torch.where(users > 0, mean.to(old.dtype), old)
+            else:
+                mean = total / self.weight[name]
+                merged[name] = (mean if old.is_floating_point() else mean.round()).to(old.dtype)
         return merged
 
 
@@ -56,11 +62,12 @@ def flaw(reply: Reply, state: State, row: Tensor) -> str:
     for name, tensor in reply.tensors.items():
         if tensor.shape != expected[name].shape:
             return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            return f"{name} is not finite"
-    for name, tensor in reply.extra.items():
-        if not bool(torch.isfinite(tensor).all()):
-            return f"{name} is not finite"
+    said = {n: t for n, t in {**reply.extra, **reply.tensors}.items() if t.is_floating_point() and t.numel()}
+    if said:  # the largest of each, so that a device is asked but once
+        largest = torch.stack([t.double() for t in torch._foreach_norm(list(said.values()), math.inf)])
+        for name, finite in zip(said, torch.isfinite(largest).tolist()):
+            if not finite:
+                return f"{name} is not finite"
     return ""
 
 

@@ -53,6 +53,12 @@ Words = Annotated[
 Out = Annotated[Path, typer.Option(help="folder of run folders")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Threads = Annotated[int, typer.Option(help="torch threads a run; more than one can be slower on shared cores")]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="serial: one silo after another; stacked: many in one tensor; flower: a process each; auto: by device"
+    ),
+]
 Preset = Annotated[str, typer.Option(help="default (what won) or paper (what the paper says)")]
 
 
@@ -63,7 +69,7 @@ def run(
     device: Device = "cpu",
     threads: Threads = 1,
     preset: Preset = "default",
-    engine: Annotated[str, typer.Option(help="serial, or flower: silos as processes on Flower's runtime")] = "serial",
+    engine: Engine = "auto",
     skip_bad: SkipBad = False,
     strict: Strict = False,
 ) -> None:
@@ -84,6 +90,7 @@ def compare(
     device: Device = "cpu",
     threads: Threads = 1,
     workers: Annotated[int, typer.Option(help="runs at a time; 0: one a core")] = 0,
+    engine: Engine = "auto",
     preset: Preset = "default",
     seeds: Annotated[str, typer.Option(help="several seeds, such as 0,1,2: means with their spread")] = "",
     skip_bad: SkipBad = False,
@@ -100,7 +107,7 @@ def compare(
     experiments = spoken(given, ["fedavg", "uefl"], preset)
     if not any(word.partition("=")[0].endswith("normalise") for word in given):
         experiments = compare_.strong(experiments)
-    where = compare_.Where(device, threads, workers)
+    where = compare_.Where(device, threads, workers, engine)
     if seeds:
         compare_seeds(experiments, parsed_seeds(seeds), out, where, Console())
     else:

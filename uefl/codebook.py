@@ -46,8 +46,6 @@ def tokens(z: Tensor) -> Tensor:
 class Codebook(nn.Module):
     """The words one silo may use. Without any word it lets features pass (the warm-up before the first book)."""
 
-    open: Tensor | None
-
     def __init__(self, width: int, segments: int, words: int = 0, reduction: Literal["mean", "sum"] = "mean") -> None:
         super().__init__()
         if width % segments:
@@ -55,8 +53,6 @@ class Codebook(nn.Module):
         self.segments = segments
         self.scale = width if reduction == "sum" else 1  # ‖·‖² of a token, or its mean over channels (D18)
         self.words = nn.Parameter(torch.randn(words, width // segments))  # Gaussian, as in the paper
-        # Where silos with different numbers of words are stacked, the rows that are only padding are closed.
-        self.register_buffer("open", None, persistent=False)
 
     def split(self, z: Tensor) -> Tensor:
         """Tokens [B,l,d] as segments [N,D]: exactly what the quantizer, and K-means, see (D20)."""
@@ -64,10 +60,9 @@ class Codebook(nn.Module):
 
     def nearest(self, flat: Tensor) -> Tensor:
         """Index of the nearest word, by squared Euclidean distance, of each row of [N,D]."""
-        # |z−c|² = |z|² − 2 z·c + |c|²; |z|² does not change the order.
-        distance = torch.addmm(self.words.square().sum(1), flat, self.words.t(), alpha=-2)
-        if self.open is not None:
-            distance = distance.masked_fill(~self.open, torch.inf)
+        # |z−c|² = |z|² − 2 z·c + |c|²; |z|² does not change the order. Near words differ by less than half precision.
+        with torch.autocast(flat.device.type, enabled=False):
+            distance = torch.addmm(self.words.square().sum(1), flat.to(self.words.dtype), self.words.t(), alpha=-2)
         return distance.argmin(1)
 
     def forward(self, z: Tensor) -> Coded:

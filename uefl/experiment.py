@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
 
 from uefl.algorithms import ALGORITHMS, FedAvg, algorithm
 from uefl.data import Data
+from uefl.engines.serial import Multiply
 from uefl.errors import InputError
 from uefl.federation import Silo
 from uefl.models.encoders import encoder
@@ -23,7 +24,9 @@ from uefl.noise import key
 from uefl.settings import from_plain, plain
 
 RESULTS = 1  # raised when a change of the code changes numbers
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+Precision = Literal["auto", "float32", "tf32", "bf16", "float64"]
+# What tensors are stored in; tf32 and bf16 are ways to multiply them.
+DTYPES = {p: torch.float64 if p == "float64" else torch.float32 for p in get_args(Precision)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,18 @@ class Experiment:
     data: Data = field(default_factory=Data)
     model: Architecture = field(default_factory=Architecture)
     seed: int = 0
-    precision: Literal["float32", "float64"] = "float32"
+    precision: Precision = "auto"  # float32 on CPU, tf32 on CUDA; float64 for tests
+
+    def on(self, device: str) -> Experiment:
+        """The experiment with the precision it has on this device."""
+        if self.precision != "auto":
+            return self
+        return replace(self, precision="tf32" if device.startswith("cuda") else "float32")
+
+    @property
+    def multiply(self) -> Multiply:
+        """How products are made."""
+        return cast(Multiply, self.precision if self.precision in get_args(Multiply) else "exact")
 
     @property
     def name(self) -> str:

@@ -67,7 +67,7 @@ class Batch(NamedTuple):
 
     x: Tensor
     y: Tensor
-    step: int = 0
+    step: int | Tensor = 0  # a tensor, where clients in one tensor stand at different steps
     epoch: int = 0
 
 
@@ -128,10 +128,12 @@ class Model:
         sent: State | None = None,
         received: State | None = None,
         kept: State | None = None,
+        buffers: State | None = None,
         bound: bool = True,
     ) -> None:
         self.net = net
         self.params = params  # what learns, by name
+        self.buffers = buffers or {}  # what moves without learning, where it is not the network's own
         self.sent = sent or {}  # the broadcast's extras
         self.received = received or {}  # θ as it arrived this round
         self.kept = kept or {}  # what this silo keeps between rounds besides its kept parameters
@@ -141,7 +143,8 @@ class Model:
         """Call a method of the network, or of a part of it (`classifier.head`), with this client's tensors."""
         if self._bound:
             return attrgetter(method)(self.net)(*args)
-        return functional_call(_Calls(self.net), {f"net.{k}": v for k, v in self.params.items()}, (method, *args))
+        tensors = {f"net.{n}": t for n, t in {**self.buffers, **self.params}.items()}
+        return functional_call(_Calls(self.net), tensors, (method, *args))
 
     def __call__(self, x: Tensor) -> Any:
         return self.call("forward", x)
@@ -149,7 +152,13 @@ class Model:
     def at(self, params: Mapping[str, Tensor]) -> Model:
         """The same network with some tensors replaced."""
         return Model(
-            self.net, {**self.params, **params}, sent=self.sent, received=self.received, kept=self.kept, bound=False
+            self.net,
+            {**self.params, **params},
+            sent=self.sent,
+            received=self.received,
+            kept=self.kept,
+            buffers=self.buffers,
+            bound=False,
         )
 
 

@@ -64,6 +64,14 @@ def permutation(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> 
     return torch.argsort(bits(k, n, device), stable=True)
 
 
+def permutations(keys: Tensor, sizes: Sequence[int]) -> Tensor:
+    """A random order for each key, [m, the largest size]: of row k the first `sizes[k]` are `permutation`'s."""
+    n = max(sizes)
+    drawn = bits(keys[:, None], n)
+    past = torch.arange(n, device=keys.device) >= torch.tensor(sizes, device=keys.device)[:, None]
+    return torch.argsort(drawn.masked_fill(past, _LOW31), dim=1, stable=True)
+
+
 class Noise(nn.Module):
     """A layer that draws. Whoever runs the network sets its key before each forward pass with `set_key`."""
 

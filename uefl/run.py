@@ -21,14 +21,14 @@ import torch
 from uefl import __version__, records
 from uefl.checkpoint import load_checkpoint, save_checkpoint, save_tensors, write_text
 from uefl.data.concerns import concerns
-from uefl.engines import Serial
+from uefl.engines import in_process
 from uefl.errors import InputError, unknown
 from uefl.experiment import DTYPES, RESULTS, Experiment, fingerprint
 from uefl.federation import Clients, Server, State
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-ENGINES = ("serial", "flower")
+ENGINES = ("auto", "serial", "stacked", "flower")
 HEADER, RECORDS, CHECKPOINT = "run.json", "records.jsonl", "checkpoint.safetensors"
 MODEL, SUMMARY, FIGURE = "model.safetensors", "summary.json", "figure.png"
 SAME = ("engine", "device", "threads", "torch", "results")  # what must not change under a run that goes on
@@ -57,12 +57,14 @@ def run(
     root: Path,
     *,
     device: str = "cpu",
-    engine: str = "serial",
+    engine: str = "auto",
     listen: Listener = lambda _: None,
 ) -> Path:
     """Run an experiment, or go on with it, or find it done; returns its folder."""
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
+    experiment = experiment.on(device)
+    engine, kind = in_process(engine, device)
     listen({"kind": "load", "data": experiment.data.name})
     silos, images = experiment.data.load(experiment.seed)
     for line in concerns(silos, images):
@@ -85,7 +87,8 @@ def run(
                 experiment, len(silos), state=root.resolve() / "state", run=experiment.id(setting.mark), hear=watch
             )
         net, dtype = experiment.network(shape, len(images.classes)), DTYPES[experiment.precision]
-        return nullcontext(Serial(silos, net, seed=experiment.seed, device=device, dtype=dtype, watch=watch))
+        fields: dict[str, Any] = {"dtype": dtype, "multiply": experiment.multiply, "watch": watch}
+        return nullcontext(kind(silos, net, seed=experiment.seed, device=device, **fields))
 
     return drive(experiment, root, setting, clients, listen)
 

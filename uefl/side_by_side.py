@@ -24,6 +24,7 @@ def side_by_side(
     *,
     workers: int,
     device: str = "cpu",
+    engine: str = "auto",
     hear: Callable[[str, Event], None],
 ) -> dict[str, Path]:
     """Run all; returns each one's folder. The first error stops the others, whose progress is kept."""
@@ -35,8 +36,8 @@ def side_by_side(
         while waiting or running:
             while waiting and len(running) < workers:
                 name, experiment = waiting.pop(0)
-                threads = torch.get_num_threads()
-                process = context.Process(target=_work, args=(name, experiment, root, device, threads, messages))
+                place = (device, engine, torch.get_num_threads())
+                process = context.Process(target=_work, args=(name, experiment, root, place, messages))
                 process.start()
                 running[name] = process
             name, event = _next(messages, running)
@@ -67,7 +68,8 @@ def _next(messages: Any, running: Mapping[str, Any]) -> tuple[str, Event]:
                     return name, {"kind": "failed", "line": line, "input": False}
 
 
-def _work(name: str, experiment: Experiment, root: Path, device: str, threads: int, messages: Any) -> None:
+def _work(name: str, experiment: Experiment, root: Path, place: tuple[str, str, int], messages: Any) -> None:
+    device, engine, threads = place
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends us
     torch.set_num_threads(threads)
     parent = os.getppid()
@@ -78,7 +80,7 @@ def _work(name: str, experiment: Experiment, root: Path, device: str, threads: i
         messages.put((name, event))
 
     try:
-        folder = run(experiment, root, device=device, listen=listen)
+        folder = run(experiment, root, device=device, engine=engine, listen=listen)
         messages.put((name, {"kind": "done", "folder": str(folder)}))
     except InputError as e:
         messages.put((name, {"kind": "failed", "line": str(e), "input": True}))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from uefl.algorithms import FedAvg
-from uefl.engines import Serial
+from uefl.engines import Serial, in_process
 from uefl.federation import Server, Silo
 from uefl.models.net import Net
 from uefl.noise import key
@@ -55,7 +55,8 @@ def train(
         torch.manual_seed(key(seed, "weights"))
         net = method.build(Net(encoder, classes, shape, hidden=hidden, dropout=dropout))
     silos = list(method.prepare(silos))
-    clients = Serial(silos, net, seed=seed, device=device)
+    _, engine = in_process("auto", device)
+    clients = engine(silos, net, seed=seed, device=device)
     server, records = method.start(clients), list[Record]()
     while server.round < method.budget:
         server = method.step(clients, server)

@@ -27,7 +27,7 @@ def opened(server: Server, replies: Sequence[Reply], seconds: float) -> dict[str
     return {
         "round": server.round,
         "iteration": server.iteration,
-        "who": [r.who for r in replies],
+        "who": sorted(r.who for r in replies),
         "words_total": server.access.shape[1],
         "bytes_down": sum(r.received_bytes for r in replies),
         "bytes_up": sum(r.sent_bytes for r in replies),

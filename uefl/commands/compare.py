@@ -43,7 +43,7 @@ class Where(NamedTuple):
     device: str = "cpu"
     threads: int = 1  # of torch, a run
     workers: int = 0  # runs at a time; 0: one a core
-    engine: str = "serial"  # of a single run
+    engine: str = "auto"
 
 
 def compare(experiments: Mapping[str, Experiment], out: Path, where: Where, console: Console) -> None:
@@ -65,7 +65,7 @@ def ran(experiments: Mapping[str, Experiment], out: Path, where: Where, console:
             listen = partial(display.hear, name)
             return {name: run(experiment, out, device=device, engine=engine, listen=listen)}
         workers = workers or min(len(experiments), os.cpu_count() or 1)
-        return side_by_side(experiments, out, workers=workers, device=device, hear=display.hear)
+        return side_by_side(experiments, out, workers=workers, device=device, engine=engine, hear=display.hear)
 
 
 def _devices() -> list[str]:

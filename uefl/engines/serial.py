@@ -6,7 +6,8 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from uefl.federation import (
 )
 from uefl.noise import key, noises, permutation, set_key
 
+Multiply = Literal["exact", "tf32", "bf16"]
 OPTIMIZER = "optimizer."  # prefix of optimiser state among what a silo keeps
 
 
@@ -42,14 +44,18 @@ class Serial:
         seed: int = 0,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
+        multiply: Multiply = "exact",
         watch: Callable[[str, str], None] = lambda _silo, _doing: None,
     ) -> None:
         names = [silo.name for silo in silos]
         if len(set(names)) < len(names):
             raise InputError(f"silos must have different names, not {', '.join(names)}")
         self.seed, self.device, self.dtype, self.watch = seed, torch.device(device), dtype, watch
+        if multiply != "exact" and self.device.type != "cuda":
+            raise InputError(f"{multiply} is for CUDA devices, on {self.device.type} there are float32 and float64")
+        self.multiply = multiply
         if self.device.type == "cuda":
-            repeatable()
+            repeatable(tf32=multiply != "exact")
         ordered = sorted(silos, key=lambda silo: silo.name)  # the order given changes nothing
         self.silos = {silo.name: self._placed(silo) for silo in ordered}
         # Channels last: convolutions are 1.4 to 1.8 times faster on CPU, and tensor cores want it on GPU.
@@ -151,7 +157,9 @@ class Serial:
                 batch = Batch(part.x[index], part.y[index], step, epoch)
                 with self._drawing(key(self.seed, name, say.round, step, "train")):
                     for update, params, optimizer in optimizers:
-                        descend(method, model, update.loss(model, batch), params, optimizer)
+                        with self._precise():
+                            loss = update.loss(model, batch)
+                        descend(method, model, loss, params, optimizer)
                 step += 1
         if not local.fresh:
             model.kept |= saved(model, [optimizer for *_, optimizer in optimizers])
@@ -176,7 +184,8 @@ class Serial:
             size = len(part.y) if getattr(do, "whole", False) else method.local.evaluation_batch
             answer: State = {}
             for i, cut in enumerate(batches(len(part.y), max(size, 1))):
-                with torch.no_grad(), self._drawing(key(self.seed, name, round_, i, task, split)):
+                address = key(self.seed, name, round_, i, task, split)
+                with torch.no_grad(), self._drawing(address), self._precise():
                     sums = do(model, Batch(part.x[cut], part.y[cut], i))
                 answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
             if answer:
@@ -190,6 +199,12 @@ class Serial:
         self.memory[name] = {**model.kept, **kept, **{n: state[n] for n in stays}}
         return {n: t for n, t in state.items() if n not in stays}
 
+    def _precise(self) -> AbstractContextManager[object]:
+        """Half precision where it was asked for; words and sums stay in full."""
+        if self.multiply != "bf16":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
     @contextmanager
     def _drawing(self, address: int) -> Iterator[None]:
         """Address all draws: our layers by key; a user's `nn.Dropout` by torch's generator, seeded in a scope."""
@@ -202,8 +217,12 @@ class Serial:
             yield
 
 
-def repeatable() -> None:
-    """Choose CUDA kernels that give the same bits twice, for the whole process; where there is none, torch warns."""
+def repeatable(*, tf32: bool) -> None:
+    """Choose CUDA kernels that give the same bits twice, for the whole process; where there is none, torch warns.
+
+    With `tf32`, products round their factors to 10 bits, which tensor cores want.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False

@@ -1,0 +1,100 @@
+"""Places in memory that stay where they are from round to round, so that a captured step finds its tensors again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uefl.engines.descent import Descent
+from uefl.engines.serial import OPTIMIZER
+from uefl.engines.stack import Stack, like_stack
+from uefl.federation import State, Update
+from uefl.local import Local
+
+
+class Arena:
+    """One stack in training: its tensors, its optimisers, and the steps captured on them."""
+
+    def __init__(self, seen: Stack, learn: Collection[str], local: Local, updates: Sequence[Update]) -> None:
+        m = len(seen.names)
+        each = {**seen.shared, **{n: t[0] for n, t in seen.own.items()}}
+        own = {n: like_stack(t, m) for n, t in each.items()}
+        kept = {n: torch.empty_like(t) for n, t in seen.kept.items() if not n.startswith(OPTIMIZER)}
+        received, said, sent = (empty(tensors) for tensors in (seen.received, seen.said, seen.sent))
+        self.stack = Stack(seen.names, own, {}, received, said, kept, sent)
+        self.updates, self.fresh = updates, local.fresh
+        self.descents = []
+        for update in updates:
+            moving = {n: own[n] for n in own if n in learn and update.learns(n)}
+            self.descents.append(Descent(local, moving, {n: update.rate(n) for n in moving}))
+        like = next(t for t in own.values() if t.is_floating_point())
+        self.rate = like.new_zeros(())
+        self.steps: dict[Any, Captured] = {}
+        self.losses: dict[Any, Callable[..., Tensor]] = {}  # compiled
+
+    def fill(self, seen: Stack, updates: Sequence[Update], rate: float) -> None:
+        """Another chunk of silos, or the next round of the same: everything is copied in."""
+        mine = self.stack = self.stack._replace(names=seen.names)
+        with torch.no_grad():
+            for n, place in mine.own.items():
+                place.copy_(seen.own[n] if n in seen.own else seen.shared[n])  # the latter to every silo
+            for places, tensors in ((mine.received, seen.received), (mine.said, seen.said), (mine.sent, seen.sent)):
+                for n, place in places.items():
+                    place.copy_(tensors[n])
+            for n, place in mine.kept.items():
+                place.copy_(seen.kept[n])
+            self.rate.fill_(rate)
+            for i, descent in enumerate(self.descents):
+                descent.clear()
+                for n in descent.params if not self.fresh else ():
+                    pairs = [
+                        (ts[n], seen.kept.get(f"{OPTIMIZER}{i}.{entry}.{n}")) for entry, ts in descent.state.items()
+                    ]
+                    # Where words came or went, their optimiser starts afresh as a whole.
+                    if all(t is not None and t.shape == place.shape for place, t in pairs):
+                        for place, t in pairs:
+                            place.copy_(t)  # type: ignore[arg-type]
+        # A bound method stays equal from round to round; a loss made anew may have anything of this round in it.
+        if [u.loss for u in updates] != [u.loss for u in self.updates]:
+            self.steps.clear()
+            self.losses.clear()
+        self.updates = updates
+
+    def saved(self) -> State:
+        """The optimisers' state, as silos keep it."""
+        return {
+            f"{OPTIMIZER}{i}.{entry}.{n}": t
+            for i, descent in enumerate(self.descents)
+            for entry, tensors in descent.state.items()
+            for n, t in tensors.items()
+            if not self.fresh
+        }
+
+
+class Captured:
+    """A step as a CUDA graph. The first call runs it plainly, which also warms libraries up; the second captures it."""
+
+    def __init__(self, step: Callable[..., None], inputs: Sequence[Tensor]) -> None:
+        self.step, self.inputs = step, [t.clone() for t in inputs]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.calls = 0
+
+    def __call__(self, *inputs: Tensor) -> None:
+        for place, tensor in zip(self.inputs, inputs):
+            place.copy_(tensor)
+        self.calls += 1
+        if self.calls == 1:
+            self.step(*self.inputs)
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.step(*self.inputs)
+        self.graph.replay()
+
+
+def empty(tensors: State) -> State:
+    return {n: torch.empty_like(t) for n, t in tensors.items()}
