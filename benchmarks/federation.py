@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -45,7 +46,7 @@ def run(o: Options) -> Iterator[Figure]:
                 if len(marks) < rounds or accuracy == "nan":
                     raise RuntimeError(f"{who} ended after {len(marks)} of {rounds} rounds, accuracy {accuracy}")
                 whole[who].append(end)
-                further[who].append(statistics.median(b - a for a, b in zip(marks, marks[1:])))
+                further[who].append(statistics.median(b - a for a, b in itertools.pairwise(marks)))
                 notes[who] = f"accuracy {accuracy}"
     for who in here:
         yield Figure(who, "a further round", "CPU s", further[who], f"median of {rounds - 1} rounds a run")
