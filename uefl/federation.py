@@ -200,6 +200,10 @@ class Method(Protocol):
     def splits(self) -> Sequence[Split]:
         """What a silo measures a received model on."""
 
+    @property
+    def local_splits(self) -> Sequence[Split]:
+        """What a silo measures its own model on, before averaging."""
+
     def updates(self, say: Broadcast) -> Sequence[Update]:
         """The updates of one training step, in order."""
 

@@ -43,6 +43,7 @@ class FedAvg:
     norms: Literal["average", "local", "skip"] = "average"  # batch-norm statistics: averaged, kept, or never moved
     passes: int = 20  # Monte Carlo dropout passes T
     watch_train: bool = False  # measure the training data too, as neural collapse needs; costs time
+    watch_local: bool = True  # measure each silo's model before averaging too (Fig. 1); costs time
     local: Local = field(default_factory=Local)
     codebook: Book | None = None
 
@@ -70,6 +71,10 @@ class FedAvg:
     @property
     def splits(self) -> Sequence[Split]:
         return ("train", "validation", "test") if self.watch_train else ("validation", "test")
+
+    @property
+    def local_splits(self) -> Sequence[Split]:
+        return ("test",) if self.watch_local else ()
 
     def build(self, net: nn.Module) -> nn.Module:
         """The model change this method asks for."""

@@ -86,7 +86,7 @@ class Serial:
             self.net.eval()
             with torch.no_grad():
                 extra, kept = method.finish(model, self.silos[name].train, steps=steps, rate=say.rate)
-            after = self._measured(method, model, name, say.round, "local ", ("test",)) if measure else {}
+            after = self._measured(method, model, name, say.round, "local ", method.local_splits) if measure else {}
             reply = self._reply(method, model, kept, name)
             yield Reply(
                 who=name,

@@ -84,7 +84,7 @@ class Stacked(Serial):
             steps = self._train_all(method, arena, say)
             self.net.eval()
             extra, kept = self._finished(method, arena.stack, steps, say.rate)
-            after = self._measured_all(method, arena.stack, say.round, "local ", ("test",)) if measure else {}
+            after = self._measured_all(method, arena.stack, say.round, "local ", method.local_splits) if measure else {}
             mine = {n: t.detach().clone() for n, t in arena.stack.own.items()}
             stays = set(method.keeps(self.net))
             rest = {n: t.clone() for n, t in {**arena.stack.kept, **arena.saved()}.items()}

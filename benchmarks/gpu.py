@@ -1,0 +1,76 @@
+"""What both GPU benchmarks share: whole rounds of us and of an eager loop, taking turns, and what a step must cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.eager import Eager
+from benchmarks.frame import US, Figure, Options, seconds, take_turns
+from uefl.algorithms import FedAvg
+from uefl.engines import Stacked
+from uefl.engines.serial import Multiply
+from uefl.federation import Server, Silo
+from uefl.models.net import Net
+
+
+class Ours:
+    """A federation of ours that goes on round by round."""
+
+    def __init__(
+        self,
+        method: FedAvg,
+        net: Net,
+        silos: Sequence[Silo],
+        device: str,
+        *,
+        multiply: Multiply,
+        compiled: bool = False,
+    ) -> None:
+        self.method = method
+        self.clients = Stacked(silos, net, device=device, multiply=multiply, compiled=compiled)
+        self.server: Server = method.start(self.clients)
+
+    def round(self) -> None:
+        self.server = self.method.round(self.clients, self.server)
+
+    def train(self) -> None:
+        """A round's training alone."""
+        say = self.method.say(self.clients, self.server)._replace(round=self.server.round + 1)
+        for _ in self.clients.fit(self.method, say, measure=False):
+            pass
+
+
+def rounds(contenders: dict[str, Ours], peer: Eager, steps: int, o: Options) -> Iterator[Figure]:
+    """Seconds of a whole round of each, and training's share of what the device can do."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    for ours in contenders.values():  # plain, captured, replayed
+        ours.round()
+        ours.round()
+    peer.round()
+    turns = take_turns({**{who: c.round for who, c in contenders.items()}, "eager loop": peer.round}, o)
+    for who, values in turns.items():
+        yield Figure(who, "a whole round", "s", values)
+    flops = step_flops(peer) * steps
+    for who, ours in contenders.items():
+        spent = [seconds(ours.train, o.device) for _ in range(o.repeats)]
+        yield Figure(who, "training alone", "s", spent)
+        yield Figure(who, "while training", "TFLOP/s", [flops / s / 1e12 for s in spent])
+    x, y, _, _ = peer.parts[0]
+    spent = [seconds(lambda: peer.train(x, y), o.device) * len(peer.parts) for _ in range(o.repeats)]
+    yield Figure("eager loop", "training alone", "s", spent)
+    yield Figure("eager loop", "while training", "TFLOP/s", [flops / s / 1e12 for s in spent])
+
+
+def step_flops(peer: Eager) -> float:
+    """Floating-point operations of one silo's step, forward and backward."""
+    x, y, _, _ = peer.parts[0]
+    with FlopCounterMode(display=False) as counter:
+        seen = peer.net(x[: peer.local.batch])
+        (torch.nn.functional.cross_entropy(seen.logits[0], y[: peer.local.batch])).backward()
+    return float(counter.get_total_flops())
+
+
+__all__ = ["US", "Ours", "rounds", "step_flops"]
