@@ -34,6 +34,7 @@ class Ours:
         self.server: Server = method.start(self.clients)
 
     def round(self) -> None:
+        torch.use_deterministic_algorithms(True, warn_only=True)
         self.server = self.method.round(self.clients, self.server)
 
     def train(self) -> None:

@@ -67,9 +67,8 @@ def floor(net: Net, peer: Eager, images: int, count: int, steps: int, o: Options
     flops = step_flops(peer) * count
     least = max(flops / product, moved / copy) * steps
     what = "operations" if flops / product > moved / copy else "bytes"
-    yield Figure(
-        "floor", "training alone", "s", [least], f"{what}; {moved / 1e9:.1f} GB, {flops / 1e9:.0f} GFLOP a step"
-    )
+    note = f"{what}: {moved / 1e9:.1f} GB, {flops / 1e9:.0f} GFLOP a step"
+    yield Figure("floor", "training alone", "s", [least], note)
 
 
 def rates(o: Options) -> tuple[float, float]:

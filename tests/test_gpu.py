@@ -1,10 +1,19 @@
 """On a CUDA device: the same draws as on the CPU, the same story in double precision, the same bits twice."""
 
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from uefl import UEFL, Book, Local, Net, Serial, Silo
+from uefl import UEFL, Book, FedAvg, Local, Net, Serial, Silo
+from uefl.algorithms import ALGORITHMS
+from uefl.engines import Stacked
+from uefl.federation import State
 from uefl.kmeans import kmeans
 from uefl.noise import bits, key, normal, permutation
 
@@ -12,24 +21,42 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+ENGINES: dict[str, Callable[..., Serial]] = {
+    "serial": Serial,
+    "stacked": Stacked,
+    "one at a time": partial(Stacked, chunk=1),
+    "compiled": partial(Stacked, chunk=1, compiled=True),
+}
 
 
-def trained(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Three rounds, an extension and one more round, dropout on."""
+def federation(method: FedAvg, engine: Callable[..., Serial], device: str, **fields: Any) -> Serial:
     x = normal(key("x"), (240, 1, 8, 8))
     y = (x.mean((1, 2, 3)) > 0).long()
-    silos = [Silo.split(f"s{i}", x[i::3].roll(i, 3) * (1 + i), y[i::3]) for i in range(3)]
-    book = Book(words=8, segments=2, warm_up=1, gamma=0.0, errors=0.0)
-    method = UEFL(rounds=3, extra_rounds=1, iterations=2, passes=4, local=Local(batch=16, epochs=1), codebook=book)
+    sizes = (0, 80, 160, 230, 240)
+    each = [Silo.split(f"s{i}", x[a:b].roll(i, 3) * (1 + i), y[a:b]) for i, (a, b) in enumerate(pairwise(sizes))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        encoder = nn.Sequential(nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        encoder = nn.Sequential(
+            *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU()),
+        )
         net = method.build(Net(encoder, 2, (1, 8, 8), hidden=16))
-    clients = Serial(silos, net, device=device, dtype=dtype)
+    return engine(each, net, device=device, **fields)
+
+
+def ours() -> UEFL:
+    """Three rounds, an extension and one more round, dropout on."""
+    book = Book(words=8, segments=2, warm_up=1, gamma=0.0, errors=0.0)
+    return UEFL(rounds=3, extra_rounds=1, iterations=2, passes=4, local=Local(batch=16, epochs=2), codebook=book)
+
+
+def trained(engine: Callable[..., Serial], device: str, method: FedAvg | None = None, **fields: Any) -> State:
+    method = method or ours()
+    clients = federation(method, engine, device, **fields)
     server = method.start(clients)
     while server.round < method.budget:
         server = method.step(clients, server)
-    assert server.access.shape[1] > 8, "the run must extend"
+    assert method.codebook is None or server.access.shape[1] > 8, "the run must extend"
     return {name: tensor.cpu() for name, tensor in server.state.items()}
 
 
@@ -38,15 +65,58 @@ def test_draws_are_the_same_on_every_device() -> None:
     assert torch.equal(permutation(key("b"), 10_000), permutation(key("b"), 10_000, "cuda").cpu())
 
 
-def test_double_precision_tells_the_same_story_as_the_cpu() -> None:
-    ours, theirs = trained("cuda", torch.float64), trained("cpu", torch.float64)
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_double_precision_tells_the_same_story_as_the_cpu(engine: str) -> None:
+    found = trained(ENGINES[engine], "cuda", dtype=torch.float64)
+    expected = trained(Serial, "cpu", dtype=torch.float64)
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
 
 
-def test_the_same_seed_gives_the_same_bits_twice() -> None:
-    first, second = trained("cuda", torch.float32), trained("cuda", torch.float32)
+@pytest.mark.parametrize("multiply", ["exact", "tf32", "bf16"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_same_seed_gives_the_same_bits_twice(engine: str, multiply: str) -> None:
+    first, second = (trained(ENGINES[engine], "cuda", multiply=multiply) for _ in range(2))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in ("uefl", "vq-fedavg", "pooled")])
+def test_every_method_agrees_on_a_stack(name: str) -> None:
+    kind = ALGORITHMS[name]
+    local = kind().suited(Local(batch=16, epochs=2, rate=3e-3))
+    method = kind(rounds=3, iterations=1, passes=4, local=local)
+    found, expected = (trained(e, "cuda", method, dtype=torch.float64) for e in (Stacked, Serial))
+    for n, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[n], rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_coarser_products_stay_near_after_one_round(engine: str) -> None:
+    local = Local(optimizer="sgd", rate=0.05, batch=16, epochs=2)
+    method = FedAvg(rounds=1, iterations=1, passes=4, local=local)
+    exact = trained(Serial, "cuda", method, dtype=torch.float64)
+    for multiply, most in (("tf32", 3e-3), ("bf16", 3e-2)):
+        found = trained(ENGINES[engine], "cuda", method, multiply=multiply)
+        for n, tensor in found.items():
+            if tensor.is_floating_point():
+                far = (tensor.double() - exact[n]).norm() / exact[n].norm()
+                assert far < most, (multiply, n, far)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("c", "o", "k", "pad"), [(3, 20, 5, 0), (64, 64, 3, 1), (1, 16, 3, 1), (32, 80, 1, 0)])
+def test_stacked_convolutions_are_those_of_each(c: int, o: int, k: int, pad: int, dtype: torch.dtype) -> None:
+    from uefl.engines.convolution import Convolution
+
+    x, w, b = (normal(key(n), s).cuda() for n, s in (("x", (3, 5, c, 9, 11)), ("w", (3, o, c, k, k)), ("b", (3, o))))
+    inputs = [t.requires_grad_() for t in (x, w, b)]
+    y = Convolution.apply(*inputs, pad, dtype)
+    slope = normal(key("slope"), y.shape).cuda()
+    found = (y, *torch.autograd.grad(y, inputs, slope.to(y.dtype)))
+    theirs = torch.stack([F.conv2d(*(t[i].double() for t in inputs), padding=pad) for i in range(3)])
+    expected = (theirs, *torch.autograd.grad(theirs, inputs, slope.double()))
+    for ours, reference in zip(found, expected):
+        assert (ours.double() - reference).norm() / reference.norm() < (2e-3 if dtype == torch.float32 else 2e-2)
 
 
 def test_kmeans_is_as_good_as_on_the_cpu() -> None:
