@@ -8,7 +8,7 @@ Legend: G clients, B images, C and O channels in and out, k the filter's rows an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -163,19 +162,6 @@ class Mapped(torch.autograd.Function):
         if bias is not None:
             bias = bias.expand(len(x), -1) if dims[2] is None else bias.movedim(dims[2], 0)
         return Convolution.apply(x, w.movedim(dims[1], 0), bias, pad, dtype), 0
-
-
-class Grouped(TorchFunctionMode):
-    """Within it, plain convolutions under `vmap` go through this file; others are torch's."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.conv2d and not kwargs and plain(*args):
-            x, w, bias, _, pad, *_ = args
-            dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w.dtype
-            return Mapped.apply(x, w, bias, pad if isinstance(pad, int) else pad[0], dtype)
-        return func(*args, **(kwargs or {}))
 
 
 def plain(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from uefl.engines.arena import Arena, Captured
+from uefl.engines.mapping import Mapping
 from uefl.engines.serial import Serial, laid_out
 from uefl.engines.stack import Stack, rows, stacked
 from uefl.errors import InputError
@@ -354,17 +354,9 @@ class Stacked(Serial):
 
         given = (stack.own, stack.received, stack.kept, keys, *inputs)
         if len(stack.names) > 1:
-            with self._grouped():
+            with Mapping(convolve=self.multiply != "exact"):
                 return vmap(one)(*given)
         return tree_map(lambda t: t.unsqueeze(0), one(*tree_map(lambda t: t.squeeze(0), given)))
-
-    def _grouped(self) -> AbstractContextManager[object]:
-        """Kernels of our own for convolutions on tensor cores; in exact arithmetic torch's."""
-        if self.multiply == "exact":
-            return nullcontext()
-        from uefl.engines.convolution import Grouped  # needs Triton, which comes with torch for CUDA alone
-
-        return Grouped()
 
     def _joined(self, split: Split) -> Part:
         """One part of all silos in one tensor, images with channels last."""
