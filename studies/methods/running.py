@@ -154,6 +154,9 @@ def together(every: Sequence[Job], where: Where, path: Path, say: Callable[[str]
             job = futures[future]
             try:
                 line = future.result()
+            except Stopped:
+                left += 1
+                continue
             except Exception as e:  # one bad run must not cost the others
                 left += 1
                 say(f"{job.words}: {type(e).__name__}: {e}")
