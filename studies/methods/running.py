@@ -140,8 +140,8 @@ def together(every: Sequence[Job], where: Where, path: Path, say: Callable[[str]
     lines = records.read(path)
     todo = [job for job in every if not job.is_in(lines)]
     say(f"{len(every)} runs, {len(every) - len(todo)} of them done")
-    if not todo:
-        return 0
+    if not todo or time.time() > where.until:
+        return len(todo)
     for name in {job.experiment.data.name for job in todo}:
         next(job for job in todo if job.experiment.data.name == name).experiment.data.load(
             0
