@@ -105,12 +105,12 @@ MANY = SetUp(  # FedCR's cut, network, batch and participation
     },
 )
 
-SKEWED = SetUp(  # VHL's cut, participation, batch and optimiser; a small network without norms in place of its ResNet18
+SKEWED = SetUp(  # VHL's cut, batch and optimiser; a small network without norms in place of its ResNet18
     title="10 clients, Fashion-MNIST, Dirichlet 0.1",
     data=replace(defaults("fmnist", "vhl"), train=2000, test=500),
     model=Architecture(encoder="lenet-cifar", width=256, hidden=128, normalise="none"),
     local=Local(optimizer="sgd", momentum=0.9, weight_decay=1e-4, batch=128, epochs=1, evaluation_batch=512),
-    rounds={"rounds": 80, "iterations": 1, "participation": 5},
+    rounds={"rounds": 60, "iterations": 1},
     rates=(0.01, 0.03, 0.1),
     methods={
         FEDAVG: Variant(kind=FedAvg, paper="87.45 (T12)"),
