@@ -121,6 +121,9 @@ SKEWED = SetUp(  # VHL's cut, batch and optimiser; a small network without norms
 )
 
 BOOK = Book()
+# L_code is a mean over all elements, so of 256 words each sees a 256th of a gradient. Adam does not mind; by SGD words
+# would stand still while features move on. 100 lets a word follow its features within a round.
+SGD_BOOK = replace(BOOK, codeword=100.0)
 NINE: dict[str, Any] = {  # the paper's nine silos, a narrower network
     "data": defaults("mnist"),
     "model": Architecture(width=16, hidden=128),
@@ -165,8 +168,8 @@ ROTATED_SGD = SetUp(  # control variates are gradients, which Adam's steps are n
     methods={
         FEDAVG: Variant(kind=FedAvg),
         "SCAFFOLD": Variant(kind=Scaffold),
-        "UEFL": Variant(kind=UEFL),
-        "SCAFFOLD with codebook": Variant(kind=Scaffold, fields={"codebook": BOOK}),
+        "UEFL": Variant(kind=UEFL, fields={"codebook": SGD_BOOK}),
+        "SCAFFOLD with codebook": Variant(kind=Scaffold, fields={"codebook": SGD_BOOK}),
     },
 )
 
