@@ -90,6 +90,13 @@ def test_every_method_agrees_on_a_stack(name: str) -> None:
         torch.testing.assert_close(tensor, expected[n], rtol=1e-8, atol=1e-8)
 
 
+def test_another_choice_of_silos_every_round_finds_its_own_steps() -> None:
+    method = FedAvg(rounds=6, iterations=1, participation=2, passes=4, local=Local(batch=16, epochs=2))
+    found, expected = (trained(e, "cuda", method, dtype=torch.float64) for e in (Stacked, Serial))
+    for n, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[n], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_coarser_products_stay_near_after_one_round(engine: str) -> None:
     local = Local(optimizer="sgd", rate=0.05, batch=16, epochs=2)

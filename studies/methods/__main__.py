@@ -35,7 +35,7 @@ def run(
     method: Methods = None,
     seeds: str = ",".join(map(str, SEEDS)),
     device: Device = "cpu",
-    engine: Annotated[str, typer.Option(help="as in `uefl run`")] = "serial",
+    engine: Annotated[str, typer.Option(help="as in `uefl run`")] = "auto",
     workers: Annotated[int, typer.Option(help="runs at a time, one process each")] = 1,
     minutes: Annotated[float, typer.Option(help="stop after so long; the same command goes on")] = 1e6,
     out: Annotated[Path, typer.Option(help="folder of run folders")] = Path("runs/methods"),

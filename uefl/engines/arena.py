@@ -77,6 +77,9 @@ class Arena:
 class Captured:
     """A step as a CUDA graph. The first call runs it plainly, which also warms libraries up; the second captures it."""
 
+    # Steps leave nothing behind but what they wrote in place, so all of them may work in the same memory.
+    pool: Any = None
+
     def __init__(self, step: Callable[..., None], inputs: Sequence[Tensor]) -> None:
         self.step, self.inputs = step, [t.clone() for t in inputs]
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -91,7 +94,8 @@ class Captured:
             return
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            Captured.pool = Captured.pool or torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(self.graph, pool=Captured.pool):
                 self.step(*self.inputs)
         self.graph.replay()
 
