@@ -11,7 +11,7 @@ from benchmarks.eager import Eager
 from benchmarks.frame import US, Figure, Options, seconds, take_turns
 from uefl.algorithms import FedAvg
 from uefl.engines import Stacked
-from uefl.engines.serial import Multiply
+from uefl.engines.serial import Multiply, choose_kernels
 from uefl.federation import Server, Silo
 from uefl.models.net import Net
 
@@ -28,17 +28,20 @@ class Ours:
         *,
         multiply: Multiply,
         compiled: bool = False,
+        repeatable: bool = True,
     ) -> None:
-        self.method = method
-        self.clients = Stacked(silos, net, device=device, multiply=multiply, compiled=compiled)
+        self.method, self.repeatable = method, repeatable
+        fields = {"device": device, "multiply": multiply, "compiled": compiled, "repeatable": repeatable}
+        self.clients = Stacked(silos, net, **fields)
         self.server: Server = method.start(self.clients)
 
     def round(self) -> None:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        choose_kernels(tf32=True, repeatable=self.repeatable)  # process-wide, and contenders take turns
         self.server = self.method.round(self.clients, self.server)
 
     def train(self) -> None:
         """A round's training alone."""
+        choose_kernels(tf32=True, repeatable=self.repeatable)
         say = self.method.say(self.clients, self.server)._replace(round=self.server.round + 1)
         for _ in self.clients.fit(self.method, say, measure=False):
             pass

@@ -87,7 +87,7 @@ def test_every_method_agrees_on_a_stack(name: str) -> None:
     method = kind(rounds=3, iterations=1, passes=4, local=local)
     found, expected = (trained(e, "cuda", method, dtype=torch.float64) for e in (Stacked, Serial))
     for n, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[n], rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(tensor, expected[n], rtol=1e-7, atol=1e-7)
 
 
 def test_another_choice_of_silos_every_round_finds_its_own_steps() -> None:

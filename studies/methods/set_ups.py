@@ -127,7 +127,7 @@ SGD_BOOK = replace(BOOK, codeword=100.0)
 NINE: dict[str, Any] = {  # the paper's nine silos, a narrower network
     "data": defaults("mnist"),
     "model": Architecture(width=16, hidden=128),
-    "rounds": {"rounds": 14, "extra_rounds": 8, "iterations": 3},
+    "rounds": {"rounds": 14, "extra_rounds": 8, "iterations": 3, "watch_local": False},
 }
 
 ROTATED = SetUp(

@@ -34,6 +34,7 @@ class Arena:
         self.rate = like.new_zeros(())
         self.steps: dict[Any, Captured] = {}
         self.losses: dict[Any, Callable[..., Tensor]] = {}  # compiled
+        self.pool: Any = None  # memory of all captured steps: they leave nothing behind but what they wrote in place
 
     def fill(self, seen: Stack, updates: Sequence[Update], rate: float) -> None:
         """Another chunk of silos, or the next round of the same: everything is copied in."""
@@ -61,7 +62,15 @@ class Arena:
         if [u.loss for u in updates] != [u.loss for u in self.updates]:
             self.steps.clear()
             self.losses.clear()
+            self.pool = None  # a pool without steps is gone
         self.updates = updates
+
+    def step(self, sign: Any, do: Callable[..., None], *inputs: Tensor) -> None:
+        """Do a step, from its second time on as captured."""
+        if sign not in self.steps:
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            self.steps[sign] = Captured(do, inputs, self.pool)
+        self.steps[sign](*inputs)
 
     def saved(self) -> State:
         """The optimisers' state, as silos keep it."""
@@ -77,11 +86,8 @@ class Arena:
 class Captured:
     """A step as a CUDA graph. The first call runs it plainly, which also warms libraries up; the second captures it."""
 
-    # Steps leave nothing behind but what they wrote in place, so all of them may work in the same memory.
-    pool: Any = None
-
-    def __init__(self, step: Callable[..., None], inputs: Sequence[Tensor]) -> None:
-        self.step, self.inputs = step, [t.clone() for t in inputs]
+    def __init__(self, step: Callable[..., None], inputs: Sequence[Tensor], pool: Any) -> None:
+        self.step, self.inputs, self.pool = step, [t.clone() for t in inputs], pool
         self.graph: torch.cuda.CUDAGraph | None = None
         self.calls = 0
 
@@ -94,8 +100,7 @@ class Captured:
             return
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            Captured.pool = Captured.pool or torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(self.graph, pool=Captured.pool):
+            with torch.cuda.graph(self.graph, pool=self.pool):
                 self.step(*self.inputs)
         self.graph.replay()
 

@@ -1,20 +1,18 @@
-"""What `vmap` does not do well on a GPU, done otherwise while clients run in one tensor."""
+"""What `vmap` does not do on a GPU, or not well, done otherwise while clients run in one tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-NORM = signature(F.batch_norm)
 
 
 class Mapping(TorchFunctionMode):
-    """Within it, batch norm keeps away from cuDNN, which cannot be asked under `vmap`.
+    """Within it, batch norm is plain arithmetic: torch's asks for a memory layout, which nobody knows under `vmap`.
 
     With `convolve`, plain convolutions go through kernels of our own.
     """
@@ -27,10 +25,7 @@ class Mapping(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.batch_norm:
-            given = NORM.bind(*args, **(kwargs or {}))
-            given.apply_defaults()
-            x, mean, variance, weight, bias, training, momentum, eps = given.args
-            return torch.batch_norm(x, weight, bias, mean, variance, training, momentum, eps, False)
+            return batch_norm(*args, **(kwargs or {}))
         if self.convolve and func is torch.conv2d and not kwargs:
             from uefl.engines.convolution import Mapped, plain  # needs Triton, which comes with torch for CUDA alone
 
@@ -39,3 +34,32 @@ class Mapping(TorchFunctionMode):
                 dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w.dtype
                 return Mapped.apply(x, w, bias, pad if isinstance(pad, int) else pad[0], dtype)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
+
+
+def batch_norm(
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`F.batch_norm`: (x − μ) / √(σ² + ε) · γ + β over all axes but the second; statistics in full precision."""
+    full = x.float() if x.dtype == torch.bfloat16 else x
+    if training or mean is None or variance is None:
+        axes = [i for i in range(x.dim()) if i != 1]
+        v, m = torch.var_mean(full, axes, correction=0)
+        if mean is not None and variance is not None:
+            n = x.numel() / x.shape[1]
+            with torch.no_grad():  # the running variance is the unbiased one
+                mean.mul_(1 - momentum).add_(m.detach() * momentum)
+                variance.mul_(1 - momentum).add_(v.detach() * (momentum * n / (n - 1)))
+    else:
+        m, v = mean, variance
+    scale = torch.rsqrt(v + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -m * scale if bias is None else bias - m * scale
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return torch.addcmul(shift.reshape(shape), full, scale.reshape(shape)).to(x.dtype)

@@ -45,6 +45,7 @@ class Serial:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         multiply: Multiply = "exact",
+        repeatable: bool = True,
         watch: Callable[[str, str], None] = lambda _silo, _doing: None,
     ) -> None:
         names = [silo.name for silo in silos]
@@ -55,7 +56,7 @@ class Serial:
             raise InputError(f"{multiply} is for CUDA devices, on {self.device.type} there are float32 and float64")
         self.multiply = multiply
         if self.device.type == "cuda":
-            repeatable(tf32=multiply != "exact")
+            choose_kernels(tf32=multiply != "exact", repeatable=repeatable)
         ordered = sorted(silos, key=lambda silo: silo.name)  # the order given changes nothing
         self.silos = {silo.name: self._placed(silo) for silo in ordered}
         # Channels last: convolutions are 1.4 to 1.8 times faster on CPU, and tensor cores want it on GPU.
@@ -217,15 +218,15 @@ class Serial:
             yield
 
 
-def repeatable(*, tf32: bool) -> None:
-    """Choose CUDA kernels that give the same bits twice, for the whole process; where there is none, torch warns.
+def choose_kernels(*, tf32: bool, repeatable: bool) -> None:
+    """Choose CUDA kernels for the whole process: those that give the same bits twice, or those that win a race.
 
     With `tf32`, products round their factors to 10 bits, which tensor cores want.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(repeatable, warn_only=True)  # where there is no such kernel, torch warns
+    torch.backends.cudnn.benchmark = not repeatable
 
 
 def laid_out(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_map
 
-from uefl.engines.arena import Arena, Captured
+from uefl.engines.arena import Arena
 from uefl.engines.mapping import Mapping
 from uefl.engines.serial import Serial, laid_out
 from uefl.engines.stack import Stack, rows, stacked
@@ -205,9 +205,7 @@ class Stacked(Serial):
             step(index, keys, steps)
             return
         sign = (some.start, some.stop, index.shape[1], epoch if Watched.read else 0)
-        if sign not in arena.steps:
-            arena.steps[sign] = Captured(step, (index, keys, steps))
-        arena.steps[sign](index, keys, steps)
+        arena.step(sign, step, index, keys, steps)
 
     def _descend(
         self, method: Method, arena: Arena, some: slice, epoch: int, index: Tensor, keys: Tensor, steps: Tensor
