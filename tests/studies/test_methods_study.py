@@ -50,7 +50,8 @@ def test_every_method_is_in_the_study():
 
 @pytest.mark.parametrize("name", SET_UPS)
 def test_within_a_set_up_only_the_method_differs(name):
-    made = [job.experiment for job in jobs(name, SET_UPS[name].rates[0], [], [0])]
+    rows = [row for row, variant in SET_UPS[name].methods.items() if not variant.local]
+    made = [job.experiment for job in jobs(name, SET_UPS[name].rates[0], rows, [0])]
     assert len({e.data for e in made}) == 1
     assert len({e.method.local for e in made}) == 1
     assert len({(e.method.budget, e.method.participation, e.method.weights) for e in made}) == 1
