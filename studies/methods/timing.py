@@ -1,6 +1,6 @@
 """What a round costs: every method of a set-up alone on the machine, in turns, a few rounds each.
 
-Three silos of eight batches; network, batch size and local epochs are those of the set-up. A round is training,
+Three silos of four batches; network, batch size and local epochs are those of the set-up. A round is training,
 questions that belong to it, and averaging; nobody measures. Times of runs that share a device say little, these do.
 """
 
@@ -22,7 +22,7 @@ from uefl.engines import Serial
 from uefl.experiment import RESULTS, Experiment
 from uefl.federation import Broadcast, Method, Part, Reply, Server, Silo
 
-SILOS, BATCHES, REPEATS = 3, 8, 3
+SILOS, BATCHES, REPEATS = 3, 4, 3
 
 
 class Silent(Serial):

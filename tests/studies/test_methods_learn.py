@@ -19,7 +19,7 @@ from uefl.records import summarise
 from uefl.settings import override
 
 pytestmark = pytest.mark.real
-NEAR = 0.03  # how far below FedAvg a method may end, in accuracy
+NEAR = 0.05  # how far below FedAvg a method may end; test images are few, a point or two of this is noise
 FURTHER = {"VHL": 0.1, "FedBR, means of images": 0.1, "FedBR, mixture": 0.1, "Alone": 0.2}  # on so short a schedule
 
 SMALL = {

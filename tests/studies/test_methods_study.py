@@ -50,7 +50,8 @@ def test_every_method_is_in_the_study():
 
 @pytest.mark.parametrize("name", SET_UPS)
 def test_within_a_set_up_only_the_method_differs(name):
-    made = [job.experiment for job in jobs(name, SET_UPS[name].rates[0], [], [0])]
+    rows = [row for row, variant in SET_UPS[name].methods.items() if not variant.local]
+    made = [job.experiment for job in jobs(name, SET_UPS[name].rates[0], rows, [0])]
     assert len({e.data for e in made}) == 1
     assert len({e.method.local for e in made}) == 1
     assert len({(e.method.budget, e.method.participation, e.method.weights) for e in made}) == 1
@@ -84,6 +85,29 @@ def test_a_row_with_fewer_than_three_seeds_is_marked_incomplete():
     assert "incomplete: 2 of 3 seeds" in fedcr
     lines.append(line(next(job for job in runs if job.method == "FedCR" and job.seed == 0), 0.9))
     assert "| 91.00 ± 1.00 | +10.00 ± 0.00 |" in table("many", lines, []).splitlines()[3]
+
+
+def test_a_page_of_complete_records_has_every_row_and_says_when_training_error_was_zero():
+    lines = [one for name in SET_UPS for one in searched(name, best=1)]
+    for name, set_up in SET_UPS.items():
+        lines += [line(job, 0.9, 0.9) for job in jobs(name, set_up.rates[1], [], SEEDS)]
+    zero = {"train_accuracy": 1.0, "zero_error": {"round": 7, "mA": 0.85}}
+    lines = [{**one, **zero} if one["method"] == "Neural collapse" else one for one in lines]
+    times = [
+        {"set-up": "many", "method": row, "device": "cpu", "round": {"seconds": s, **asked}}
+        for row, s, asked in (
+            (FEDAVG, 2.0, {"up": 1, "up with questions": 1, "down": 1, "down with questions": 1}),
+            ("FedCR", 3.0, {"up": 1, "up with questions": 500001, "down": 1, "down with questions": 1}),
+        )
+    ]
+    made = page(lines, times)
+    assert "incomplete" not in made
+    assert "not chosen" not in made
+    assert "zero error in round 7, mA then 85.00 %" in made
+    fedcr = next(row for row in made.splitlines() if row.startswith("| FedCR"))
+    assert "body, class statistics (2.50 MB)" in fedcr
+    assert "× 1.50 | 93.78 (T4) |" in fedcr
+    assert sum(row.startswith("| ") for row in made.splitlines()) > 40
 
 
 def small() -> Experiment:
