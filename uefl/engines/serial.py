@@ -227,6 +227,8 @@ def choose_kernels(*, tf32: bool, repeatable: bool) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(repeatable, warn_only=True)  # where there is no such kernel, torch warns
     torch.backends.cudnn.benchmark = not repeatable
+    # A debugging aid that writes every tensor twice.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def laid_out(tensor: Tensor) -> Tensor:
