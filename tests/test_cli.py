@@ -11,7 +11,6 @@ from tiny import BARE, TINY
 from uefl.commands.compare import PLAIN, strong
 from uefl.commands.words import spoken
 
-
 MINE = """
 from dataclasses import dataclass, replace
 from uefl import FedAvg

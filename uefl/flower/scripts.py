@@ -24,7 +24,7 @@ root-certificates = "$here/ca.crt"
 END
 """
 
-SUPERLINK = """exec flower-superlink --host {bind} --port {port} \\
+SUPERLINK = """exec python3 -m uefl.flower.superlink --host {bind} --port {port} \\
     --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key \\
     --enable-supernode-auth --database "$here/superlink.db" --disable-runtime-dependency-installation
 """
