@@ -45,6 +45,7 @@ def uefl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["run", "cut=round"], "unknown cut 'round'; known: domains"),
         (["run", "--preset", "best"], "unknown preset 'best'; known: default, paper"),
         (["run", "--device", "cuda:99"], "is not to be had here; allowed: cpu"),
+        (["run", "pooled", "--engine", "flower"], "pooled cannot run on Flower: it needs all data in one place"),
         (["list", "everything"], "unknown list 'everything'; known: methods"),
         (["show", "."], "is not a run folder"),
     ],

@@ -63,6 +63,8 @@ def run(
     """Run an experiment, or go on with it, or find it done; returns its folder."""
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
+    if engine == "flower":
+        networked(experiment)
     listen({"kind": "load", "data": experiment.data.name})
     silos, images = experiment.data.load(experiment.seed)
     for line in concerns(silos, images):
@@ -88,6 +90,13 @@ def run(
         return nullcontext(Serial(silos, net, seed=experiment.seed, device=device, dtype=dtype, watch=watch))
 
     return drive(experiment, root, setting, clients, listen)
+
+
+def networked(experiment: Experiment) -> Experiment:
+    """The experiment, if its data may stay with the silos."""
+    if why := experiment.method.no_network:
+        raise InputError(f"{experiment.name} cannot run on Flower: {why}; engine=serial runs it")
+    return experiment
 
 
 def drive(

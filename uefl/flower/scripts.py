@@ -35,7 +35,8 @@ done
 flwr supernode list federation
 """
 
-RUN = """exec flwr run "$here/app" federation --stream --run-config "$here/federation.toml"
+RUN = """uefl deploy check federation.toml  # a mistake is one line and exit code 2, before anything starts
+exec flwr run "$here/app" federation --stream --run-config "$here/federation.toml"
 """
 
 FEDERATION = """# What to run: overrides app/pyproject.toml. The same file again goes on with the same run.
