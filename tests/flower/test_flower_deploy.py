@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -70,6 +72,29 @@ def test_scripts_are_shell_and_keep_quiet(folder):
             for line in ("FLWR_TELEMETRY_ENABLED=0", "FLWR_DISABLE_UPDATE_CHECK=1"):
                 assert line in script.read_text()
     assert "--disable-runtime-dependency-installation" in (folder / "coordinator/superlink.sh").read_text()
+
+
+def test_units_start_the_scripts_that_lie_beside_them(folder, tmp_path):
+    for unit in folder.rglob("*.service"):
+        home = f"/opt/uefl/{unit.parent.name}"
+        text = unit.read_text()
+        (start,) = re.findall("^ExecStart=(.*)$", text, re.MULTILINE)
+        assert Path(start).parent == Path(home)
+        assert os.access(unit.with_name(Path(start).name), os.X_OK)
+        if shutil.which("systemd-analyze"):
+            (tmp_path / unit.name).write_text(text.replace(home, str(unit.parent)))
+            said = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / unit.name], capture_output=True)
+            assert (said.returncode, said.stderr) == (0, b"")
+
+
+def test_scripts_name_programs_and_files_that_there_are(folder):
+    programs = Path(sys.executable).parent
+    for script in [*folder.glob("coordinator/*.sh"), *folder.glob("silos/*/*.sh")]:
+        text = script.read_text()
+        for name in re.findall(r"^ *(?:exec )?(flwr|flower-[a-z]+|uefl|python3) ", text, re.MULTILINE):
+            assert (programs / name).exists()
+        for file in re.findall(r"ca\.crt|server\.crt|server\.key|federation\.toml|(?<=private-key )key", text):
+            assert script.with_name(file).exists()
 
 
 def test_the_run_configuration_overrides_only_what_the_app_has(folder):
