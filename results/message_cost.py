@@ -90,9 +90,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         rounds = measured(Path(folder))
-    print(
-        f"three nodes, {os.cpu_count()} cores; load before {load:.1f}, after {os.getloadavg()[0]:.1f} (ours included)"
-    )
+    print(f"three nodes, {os.cpu_count()} cores; load before {load:.1f}, after {os.getloadavg()[0]:.1f}")
     print("seconds of a round's slowest silo, median and range of", len(rounds), "rounds")
     for name, about in {**PARTS, "round": "all of it", "cost": "all but work"}.items():
         values = [r[name] for r in rounds]
