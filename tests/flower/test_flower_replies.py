@@ -33,7 +33,7 @@ def forged(kind, changes, told=None):
 
 
 def first(state, value):
-    name = next(n for n, a in state.items() if a.dtype.kind == "f")
+    name = next(n for n, a in state.items() if a.dtype.kind == "f" and a.size)
     return {**state, name: value(state[name])}
 
 

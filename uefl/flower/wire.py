@@ -67,9 +67,10 @@ def tensors(message: Message, name: str) -> State:
     """The named tensors of a message; none if it has no such record."""
     found = message.content.array_records.get(name)
     try:
-        return load(found[FORM].data) if found else {}
+        state = load(found[FORM].data) if found else {}
     except (KeyError, TypeError, ValueError, SafetensorError) as e:
         raise InputError(f"{name}: a tensor cannot be read ({e})") from e
+    return {n: state[n] for n in sorted(state)}  # they come in any order, and the same bits need the same one
 
 
 def halved(state: State) -> State:
