@@ -1,5 +1,6 @@
 """The command line: it teaches, it answers mistakes in one line, it compares."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,22 @@ from tiny import BARE, TINY
 from uefl.commands.compare import PLAIN, strong
 from uefl.commands.words import spoken
 
+MINE = """
+from dataclasses import dataclass, replace
+from uefl import FedAvg
+from uefl.data.sources import SOURCES
 
-def uefl(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "uefl.cli", *words], capture_output=True, text=True, timeout=300)
+@dataclass(frozen=True, kw_only=True)
+class Mine(FedAvg):
+    "A method of one's own."
+
+shelf = replace(SOURCES["folder"], about="images on a shelf")
+"""
+
+
+def uefl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "uefl.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
 
 
 @pytest.mark.parametrize(
@@ -31,6 +45,7 @@ def uefl(*words: str) -> subprocess.CompletedProcess[str]:
         (["run", "cut=round"], "unknown cut 'round'; known: domains"),
         (["run", "--preset", "best"], "unknown preset 'best'; known: default, paper"),
         (["run", "--device", "cuda:99"], "is not to be had here; allowed: cpu"),
+        (["run", "pooled", "--engine", "flower"], "pooled cannot run on Flower: it needs all data in one place"),
         (["list", "everything"], "unknown list 'everything'; known: methods"),
         (["show", "."], "is not a run folder"),
     ],
@@ -51,6 +66,23 @@ def test_help_and_list_name_every_command_method_and_encoder() -> None:
         word in everything for word in ("uefl", "fedavg", "vq-fedavg", "mnist5k", "folder", "held-out", "vgg16-bn")
     )
     assert "method.codebook.gamma" in uefl("list", "uefl").stdout
+
+
+def test_what_an_installed_package_brings_is_known_by_its_name(tmp_path: Path) -> None:
+    about = tmp_path / "mine-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[uefl.methods]\nmine = mine:Mine\n[uefl.readers]\nshelf = mine:shelf\n")
+    (tmp_path / "mine.py").write_text(MINE)
+    path, out = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), str(tmp_path / "runs")
+    everything = uefl("list", PYTHONPATH=path).stdout
+    assert "A method of one's own." in everything
+    assert "images on a shelf" in everything
+    done = uefl("run", "mine", *BARE, "rounds=1", "iterations=1", "--out", out, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    said = uefl("run", "mine", "shelf", "--out", out, PYTHONPATH=path)
+    assert said.returncode == 2
+    assert "shelf needs a path" in said.stderr
 
 
 def test_compare_says_who_was_uncertain_and_ends_with_one_table(tmp_path: Path) -> None:

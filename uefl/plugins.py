@@ -19,3 +19,10 @@ def has(registry: dict[str, T], group: Group, name: str) -> bool:
         for found in entry_points(group=group, name=name):
             registry[name] = found.load()
     return name in registry
+
+
+def brought(registry: dict[str, T], group: Group) -> dict[str, T]:
+    """All there is, with what installed packages bring."""
+    for found in entry_points(group=group):
+        has(registry, group, found.name)
+    return registry

@@ -65,6 +65,8 @@ def run(
         raise unknown("engine", engine, ENGINES)
     experiment = experiment.on(device)
     engine, kind = in_process(engine, device)
+    if engine == "flower":
+        networked(experiment)
     listen({"kind": "load", "data": experiment.data.name})
     silos, images = experiment.data.load(experiment.seed)
     for line in concerns(silos, images):
@@ -91,6 +93,13 @@ def run(
         return nullcontext(kind(silos, net, seed=experiment.seed, device=device, **fields))
 
     return drive(experiment, root, setting, clients, listen)
+
+
+def networked(experiment: Experiment) -> Experiment:
+    """The experiment, if its data may stay with the silos."""
+    if why := experiment.method.no_network:
+        raise InputError(f"{experiment.name} cannot run on Flower: {why}; engine=serial runs it")
+    return experiment
 
 
 def drive(

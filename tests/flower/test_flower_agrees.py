@@ -7,6 +7,7 @@ import torch
 from federating import QUICK, driven, experiment, flower, furthest, in_process, serial, timeless
 
 from uefl.algorithms import ALGORITHMS
+from uefl.data import Data
 from uefl.federation import Broadcast
 from uefl.flower.connect import connect
 
@@ -53,3 +54,14 @@ def test_a_model_of_another_method_is_not_sent(tmp_path):
     say = Broadcast(1, clients.begin(), tuple(clients.sizes), torch.ones(3, 0, dtype=torch.bool), who=("D1-1",))
     with pytest.raises(ValueError, match="another"):
         list(clients.fit(other, say))
+
+
+def test_readings_of_a_held_out_silo_agree(tmp_path):
+    shifts = ("rotate:0", "rotate:60", "rotate:120")
+    held = Data(train=24, size=14, cut="held-out", silos=(), shifts=shifts, target="rotate:120")
+    what = replace(experiment("uefl"), data=held)
+    here, records = driven(serial(what), what)
+    there, same = driven(flower(in_process(tmp_path), what), what)
+    assert furthest(here, there) < 1e-9
+    assert [timeless(r) for r in records] == [timeless(r) for r in same]
+    assert set(same[-1]["silos"]["D3-held-out"]["readings"]) == {"shared", "all", "least_uncertain"}

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
+import shutil
 import stat
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from typer.testing import CliRunner
 from uefl.cli import app
 from uefl.errors import InputError
 from uefl.flower.demo import configured, digits, started
-from uefl.flower.deploy import init
+from uefl.flower.deploy import check, init
 from uefl.flower.loopback import free_port, loopback
 from uefl.flower.server import asked
 
@@ -71,12 +74,69 @@ def test_scripts_are_shell_and_keep_quiet(folder):
     assert "--disable-runtime-dependency-installation" in (folder / "coordinator/superlink.sh").read_text()
 
 
+def test_units_start_the_scripts_that_lie_beside_them(folder, tmp_path):
+    for unit in folder.rglob("*.service"):
+        home = f"/opt/uefl/{unit.parent.name}"
+        text = unit.read_text()
+        (start,) = re.findall("^ExecStart=(.*)$", text, re.MULTILINE)
+        assert Path(start).parent == Path(home)
+        assert os.access(unit.with_name(Path(start).name), os.X_OK)
+        if shutil.which("systemd-analyze"):
+            (tmp_path / unit.name).write_text(text.replace(home, str(unit.parent)))
+            said = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / unit.name], capture_output=True)
+            assert (said.returncode, said.stderr) == (0, b"")
+
+
+def test_scripts_name_programs_and_files_that_there_are(folder):
+    programs = Path(sys.executable).parent
+    for script in [*folder.glob("coordinator/*.sh"), *folder.glob("silos/*/*.sh")]:
+        text = script.read_text()
+        for name in re.findall(r"^ *(?:exec )?(flwr|flower-[a-z]+|uefl|python3) ", text, re.MULTILINE):
+            assert (programs / name).exists()
+        for file in re.findall(r"ca\.crt|server\.crt|server\.key|federation\.toml|(?<=private-key )key", text):
+            assert script.with_name(file).exists()
+
+
 def test_the_run_configuration_overrides_only_what_the_app_has(folder):
     known = tomllib.loads((folder / "coordinator/app/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     told = tomllib.loads((folder / "coordinator/federation.toml").read_text())
     assert told.keys() <= known.keys()
     assert all(type(known[name]) is type(value) for name, value in told.items())
     assert list(asked({**known, **told})) == ["uefl"]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('method = "pooled"', "pooled cannot run on Flower"),
+        ('settings = "gama=1"', "unknown field 'gama' (did you mean 'gamma'?)"),
+        ('settings = "fedavg"', "one method at a time, not uefl, fedavg"),
+        ("rounds = 3", "unknown setting 'rounds'; known: method"),
+        ("wait = 60", "wait=60 is not of the form 120.0"),
+        ("wait =", "federation.toml: Invalid value"),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_found_before_anything_starts(line, why, folder):
+    place = folder / "coordinator" / "federation.toml"
+    place.write_text(changed(place, line))
+    with pytest.raises(InputError) as said:
+        check(place)
+    assert why in str(said.value)
+
+
+def test_run_says_a_mistake_in_one_line_and_exits_with_code_2(folder):
+    place = folder / "coordinator" / "federation.toml"
+    place.write_text(changed(place, 'method = "pooled"'))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    run, env = place.with_name("run.sh"), {**os.environ, "PATH": path}
+    done = subprocess.run([run], capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "uefl: pooled cannot run on Flower: it needs all data in one place; engine=serial runs it\n"
+
+
+def changed(place: Path, line: str) -> str:
+    kept = [old for old in place.read_text().splitlines() if old.split(" ")[0] != line.split(" ")[0]]
+    return "\n".join([*kept, line]) + "\n"
 
 
 @pytest.mark.parametrize(

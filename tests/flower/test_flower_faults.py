@@ -9,6 +9,10 @@ from federating import QUICK, SILOS, driven, experiment, flower, furthest, in_pr
 
 from uefl.checkpoint import load_checkpoint, save_checkpoint
 from uefl.errors import Stopped
+from uefl.flower.client import client_app
+from uefl.flower.demo import digits
+from uefl.flower.grid import InProcess
+from uefl.flower.kept import Kept
 from uefl.flower.wire import body
 
 
@@ -40,6 +44,15 @@ def test_what_a_late_silo_kept_does_not_count(tmp_path):
     accepted = {(o["silo"], o["round"]): o["accepted"] for o in map(body, grid.sent) if "measure" in o}
     assert [accepted["D2-1", t] for t in (1, 2, 3)] == [0, 1, 1]
     assert [accepted["D1-1", t] for t in (1, 2, 3)] == [0, 1, 2]
+
+
+def test_a_process_that_is_late_leaves_newer_files_alone(tmp_path):
+    kept = Kept(tmp_path, "ab", "D2-1")
+    for round_, accepted in ((1, 0), (3, 1), (2, 1)):  # round 2 ends after round 3
+        kept.write({"x": torch.tensor(round_)}, round_, accepted)
+    assert kept.read(3) == ({"x": torch.tensor(3)}, "")
+    kept.write({"x": torch.tensor(4)}, 4, 3)
+    assert len(list(kept.folder.iterdir())) == 2
 
 
 def test_words_of_a_missing_silo_stay_as_they_were(tmp_path):
@@ -143,6 +156,22 @@ def test_a_silo_that_cannot_take_part_says_why_and_the_others_go_on(tmp_path):
     _, records = driven(clients, what)
     assert sorted(records[0]["silos"]) == ["D1-1", "D2-1"]
     assert any("node 7 has no silo" in line for line in heard)
+
+
+def test_silos_whose_folders_cannot_be_read_say_why(tmp_path):
+    what, heard = experiment("fedavg"), []
+    digits(tmp_path / "good", "rotate:0", 0, count=20)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken" / "0").mkdir(parents=True)
+    (tmp_path / "broken" / "0" / "0.png").write_bytes(b"no image")
+    places = {"north": "good", "south": "good", "gone": "gone", "empty": "empty", "broken": "broken"}
+    nodes = {i: {"silo": silo, "data": str(tmp_path / at)} for i, (silo, at) in enumerate(places.items())}
+    grid = InProcess(client_app(state=tmp_path), nodes)
+    what = replace(what, data=replace(what.data, name="folder"))
+    clients = flower(grid, what, hear=lambda _silo, doing: heard.append(doing))
+    assert list(clients.sizes) == ["north", "south"]
+    for silo in ("gone", "empty", "broken"):
+        assert [line for line in heard if line.startswith(f"silo {silo} cannot take part: ")]
 
 
 def test_a_second_node_of_the_same_name_is_turned_away(tmp_path):

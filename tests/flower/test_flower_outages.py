@@ -109,24 +109,31 @@ def test_strangers_are_refused(tmp_path):
     place = folder / "silos/south"
     shutil.copy(tmp_path / "other/silos/north/ca.crt", place / "other.crt")
     script = (place / "supernode.sh").read_text()
-    ways = {
-        "unknown key": ("", "", "code: 2004"),
-        "no key": ("--auth-supernode-private-key key ", "", "code: 2001"),
-        "wrong authority": ("--root-certificates ca.crt", "--root-certificates other.crt", "CERTIFICATE_VERIFY_FAILED"),
-        "plain text": ("--root-certificates ca.crt", "--insecure", "TLS is not enabled"),
+    key, trust = "--auth-supernode-private-key key ", "--root-certificates ca.crt"
+    ways = {  # what is changed in a good script, and what the coordinator's log says then
+        "unknown key": ({}, "[ApiError:2004]"),
+        "no key": ({key: ""}, "[ApiError:2001]"),
+        "wrong authority": (
+            {trust: "--root-certificates other.crt"},
+            "handshake failed: [SSL: TLSV1_ALERT_UNKNOWN_CA]",
+        ),
+        "plain text": ({trust: "--insecure", key: ""}, "handshake failed: [SSL: HTTP_REQUEST]"),
     }
     with loopback(folder, port) as processes:
         processes.superlink()
         processes.register()
-        for name, (old, new, why) in ways.items():
-            changed = place / f"{name.replace(' ', '-')}.sh"
-            changed.write_text(script.replace(old, new) if old else script)
+        for name, (changes, why) in ways.items():
+            changed, text = place / f"{name.replace(' ', '-')}.sh", script
+            for old, new in changes.items():
+                assert old in text
+                text = text.replace(old, new)
+            changed.write_text(text)
             changed.chmod(0o755)
+            assert why not in processes.log("superlink")
             processes.start(name, changed, {"UEFL_PORT": str(free_port())})
-            assert processes.processes[name].wait(60) != 0
-            assert why in processes.log(name)
-        assert "[ApiError:2004]" in processes.log("superlink")
-        assert "[ApiError:2001]" in processes.log("superlink")
+            until(lambda why=why: why in processes.log("superlink"), 60)
+            processes.kill(name)  # a node in plain text would try for ever
+        assert "ActivateNode] Activated" not in processes.log("superlink"), "somebody was let in"
 
 
 def test_a_silo_with_an_empty_folder_says_why_and_the_others_go_on(tmp_path):

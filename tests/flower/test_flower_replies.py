@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 import torch
 from federating import driven, experiment, flower, in_process
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Message, RecordDict
 
-from uefl.flower.wire import BODY, body, tensors
+from uefl.flower.wire import BODY, body, packed, tensors
+
+
+def record(arrays):
+    """A record as a silo would send it."""
+    return packed({}, changed={n: torch.as_tensor(a) for n, a in arrays.items()})["changed"]
 
 
 def forged(kind, changes, told=None):
@@ -20,8 +25,7 @@ def forged(kind, changes, told=None):
         if order.get("silo") != "D2-1" or "measure" not in order:
             return reply
         content = RecordDict(dict(reply.content))
-        state = changes({n: t.numpy() for n, t in tensors(reply, kind).items()})
-        content[kind] = ArrayRecord({n: Array(np.asarray(a)) for n, a in state.items()})
+        content[kind] = record(changes({n: t.numpy() for n, t in tensors(reply, kind).items()}))
         content[BODY] = ConfigRecord({"json": json.dumps({**body(reply), **(told or {})})})
         return Message(content, reply_to=sent)
 
@@ -29,7 +33,7 @@ def forged(kind, changes, told=None):
 
 
 def first(state, value):
-    name = next(iter(state))
+    name = next(n for n, a in state.items() if a.dtype.kind == "f" and a.size)
     return {**state, name: value(state[name])}
 
 
@@ -39,7 +43,7 @@ POISON = {
     "wrong shape": (lambda s: first(s, lambda a: a[:1]), None, "shape"),
     "missing key": (lambda s: dict(list(s.items())[1:]), None, "missing"),
     "extra key": (lambda s: {**s, "strange": np.zeros(1)}, None, "not expected"),
-    "wrong kind": (lambda s: first(s, lambda a: a.astype(complex)), None, "expected torch.float64"),
+    "wrong kind": (lambda s: first(s, lambda a: a.astype(np.complex64)), None, "expected torch.float64"),
     "no examples": (lambda s: s, {"size": 0}, "not a positive number"),
     "negative count": (lambda s: s, {"size": -5}, "not a positive number"),
     "huge count": (lambda s: s, {"size": 10**400}, "at the start it said"),
@@ -90,8 +94,8 @@ def test_bytes_that_are_no_tensor_are_refused(tmp_path):
 
     def tamper(sent, reply):
         if body(sent).get("silo") == "D2-1" and "tensors" in reply.content:
-            broken = Array("float64", (1,), "numpy.ndarray", b"no array at all")
-            reply.content["tensors"] = ArrayRecord({"x": broken})
+            (name,) = reply.content["tensors"]
+            reply.content["tensors"][name] = Array("uint8", (15,), name, b"no array at all")
         return reply
 
     grid.tamper = tamper
@@ -107,7 +111,7 @@ def test_poisoned_centroids_never_become_words(value, tmp_path):
     def tamper(sent, reply):
         if body(sent).get("task") == "centroids" and body(sent)["silo"] == "D2-1":
             state = {n: t.numpy() * value for n, t in tensors(reply, "answers").items()}
-            reply.content["answers"] = ArrayRecord({n: Array(np.asarray(a)) for n, a in state.items()})
+            reply.content["answers"] = record(state)
         return reply
 
     grid.tamper = tamper
@@ -122,7 +126,7 @@ def test_centroids_of_the_wrong_width_never_become_words(tmp_path):
     def tamper(sent, reply):
         if body(sent).get("task") == "centroids" and body(sent)["silo"] == "D2-1":
             state = {n: t.numpy()[..., :1] for n, t in tensors(reply, "answers").items()}
-            reply.content["answers"] = ArrayRecord({n: Array(np.asarray(a)) for n, a in state.items()})
+            reply.content["answers"] = record(state)
         return reply
 
     grid.tamper = tamper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import nn
 
@@ -24,6 +25,8 @@ class Alone(FedAvg):
 @dataclass(frozen=True, kw_only=True)
 class Pooled(FedAvg):
     """All training data in one place, which no federation may do: an upper bound."""
+
+    no_network: ClassVar[str] = "it needs all data in one place"
 
     def prepare(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         none = [replace(s, train=Part(s.train.x[:0], s.train.y[:0])) for s in silos]

@@ -48,6 +48,7 @@ class FedAvg:
     codebook: Book | None = None
 
     no_codebook: ClassVar[str] = ""  # why a method takes none
+    no_network: ClassVar[str] = ""  # why a method cannot run where data stay with their silos
 
     def __post_init__(self) -> None:
         for name in ("rounds", "iterations", "passes"):

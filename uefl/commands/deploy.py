@@ -37,6 +37,16 @@ def init(
 
 
 @app.command()
+def check(file: Annotated[Path, typer.Argument(help="federation.toml of a coordinator")]) -> None:
+    """Look for mistakes in what the coordinator is to run; run.sh does it before it starts anything."""
+    try:
+        from uefl.flower import deploy
+    except ImportError:
+        raise InputError(NEEDED) from None
+    deploy.check(file)
+
+
+@app.command()
 def demo(
     folder: Annotated[Path, typer.Argument(help="new folder to write into")] = Path("runs/deploy-demo"),
 ) -> None:

@@ -9,6 +9,7 @@ from uefl.algorithms import ALGORITHMS
 from uefl.data import CUTS, SOURCES
 from uefl.errors import unknown
 from uefl.models.encoders import ENCODERS
+from uefl.plugins import brought
 from uefl.recipes import recipe
 from uefl.settings import leaves
 
@@ -16,16 +17,17 @@ SECTIONS = ("methods", "data", "cuts", "encoders")
 
 
 def listing(what: str, console: Console) -> None:
-    if what and what not in (*SECTIONS, *ALGORITHMS):
-        raise unknown("list", what, (*SECTIONS, *ALGORITHMS))
-    if what in ALGORITHMS:
+    methods = brought(ALGORITHMS, "uefl.methods")
+    if what and what not in (*SECTIONS, *methods):
+        raise unknown("list", what, (*SECTIONS, *methods))
+    if what in methods:
         _settings(what, console)
         return
     sections = {
-        "methods": {name: (kind.__doc__ or "").split("\n")[0] for name, kind in ALGORITHMS.items()},
-        "data": {name: source.about for name, source in SOURCES.items()},
+        "methods": {name: (kind.__doc__ or "").split("\n")[0] for name, kind in methods.items()},
+        "data": {name: source.about for name, source in brought(SOURCES, "uefl.readers").items()},
         "cuts": {name: (cut.__doc__ or "").split("\n")[0] for name, cut in CUTS.items()},
-        "encoders": {name: entry.about for name, entry in ENCODERS.items()},
+        "encoders": {name: entry.about for name, entry in brought(ENCODERS, "uefl.encoders").items()},
     }
     for title in [what] if what else SECTIONS:
         table = Table(box=None, show_header=False, padding=(0, 2), title=f"[bold]{title}[/bold]", title_justify="left")

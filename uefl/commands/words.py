@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from uefl import plugins
 from uefl.algorithms import ALGORITHMS
 from uefl.data import SOURCES
 from uefl.errors import InputError
@@ -19,7 +20,7 @@ def spoken(words: Sequence[str], methods: Sequence[str], preset: str) -> dict[st
     assignments = [w for w in words if "=" in w]
     names = [w for w in words if "=" not in w]
     for name in names:
-        if name not in ALGORITHMS and name not in SOURCES:
+        if not (plugins.has(ALGORITHMS, "uefl.methods", name) or plugins.has(SOURCES, "uefl.readers", name)):
             raise InputError(
                 f"'{name}' is neither a method ({', '.join(ALGORITHMS)}), nor a data set ({', '.join(SOURCES)}), "
                 "nor field=value"

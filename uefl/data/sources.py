@@ -141,8 +141,8 @@ def _located(name: str, source: Source, path: str, progress: bool) -> Path:
     """The path the user gave, else the first known place, else a download."""
     if path:
         return Path(os.path.expanduser(path))
-    if name == "folder":
-        raise InputError("folder needs a path: your own folder, zip archive or CSV list")
+    if not source.places:
+        raise InputError(f"{name} needs a path: your own folder, zip archive or CSV list")
     at = found(source.places, source.system)
     if at:
         return at

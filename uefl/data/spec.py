@@ -146,8 +146,10 @@ def first_classes(images: Images, count: int) -> Images:
 
 def resized(x: Tensor, size: int) -> Tensor:
     """Resize uint8 images to a square; after the shift, which acts on the pixels as they came."""
-    if not size or not len(x) or x.shape[-2:] == (size, size):
+    if not size or x.shape[-2:] == (size, size):
         return x
+    if not len(x):  # a part without images has a shape too, and the network is built for it
+        return x.new_empty((*x.shape[:-2], size, size))
     scaled = F.interpolate(x.float(), (size, size), mode="bilinear", antialias=True, align_corners=False)
     return scaled.round().clamp(0, 255).to(torch.uint8)
 

@@ -49,7 +49,9 @@ def started(processes: Loopback, silos: Sequence[str], console: Console) -> None
     processes.register()
     for silo in silos:
         processes.supernode(silo)
-        console.print(f"SuperNode of {silo} started, data in {processes.folder / 'silos' / silo / 'data'}")
+        console.print(
+            f"SuperNode of {silo} started, data in {processes.folder / 'silos' / silo / 'data'}", soft_wrap=True
+        )
 
 
 def configured(folder: Path, settings: str, **fields: object) -> None:

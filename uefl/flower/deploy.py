@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import uefl
-from uefl.errors import InputError
+from uefl.errors import InputError, unknown
 from uefl.flower import certificates, scripts
 
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -43,6 +44,23 @@ def app() -> Path:
         if (place / "pyproject.toml").exists():
             return place
     raise InputError("the Flower app is not part of this installation")
+
+
+def check(file: Path) -> None:
+    """Look at a run's configuration before anything starts."""
+    from uefl.flower.server import asked  # slow to import
+
+    try:
+        told = tomllib.loads(file.read_text())
+    except (OSError, ValueError) as e:
+        raise InputError(f"{file}: {e}") from e
+    known = tomllib.loads((app() / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    for name, value in told.items():
+        if name not in known:
+            raise unknown("setting", name, known)
+        if type(value) is not type(known[name]):
+            raise InputError(f"{name}={value!r} is not of the form {known[name]!r}")
+    asked({**known, **told})
 
 
 def _silo(folder: Path, silo: str, where: dict[str, object]) -> None:

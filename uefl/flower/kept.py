@@ -35,11 +35,12 @@ class Kept:
             return {}, f"what it kept in round {accepted} is lost, started afresh"
 
     def write(self, state: State, round_: int, accepted: int) -> None:
-        """Keep this round's beside the accepted one, and nothing older."""
+        """Keep this round's beside the accepted one, and nothing older; who is late leaves newer ones alone."""
         self.folder.mkdir(parents=True, exist_ok=True)
         save_tensors(self._file(round_), state, {"round": round_})
         for file in self.folder.glob("round-*.safetensors"):
-            if file not in (self._file(round_), self._file(accepted)):
+            number = int(file.stem.removeprefix("round-"))
+            if number < round_ and number != accepted:
                 file.unlink(missing_ok=True)
 
     def _file(self, round_: int) -> Path:

@@ -24,7 +24,7 @@ root-certificates = "$here/ca.crt"
 END
 """
 
-SUPERLINK = """exec flower-superlink --host {bind} --port {port} \\
+SUPERLINK = """exec python3 -m uefl.flower.superlink --host {bind} --port {port} \\
     --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key \\
     --enable-supernode-auth --database "$here/superlink.db" --disable-runtime-dependency-installation
 """
@@ -35,7 +35,8 @@ done
 flwr supernode list federation
 """
 
-RUN = """exec flwr run "$here/app" federation --stream --run-config "$here/federation.toml"
+RUN = """uefl deploy check federation.toml  # a mistake is one line and exit code 2, before anything starts
+exec flwr run "$here/app" federation --stream --run-config "$here/federation.toml"
 """
 
 FEDERATION = """# What to run: overrides app/pyproject.toml. The same file again goes on with the same run.

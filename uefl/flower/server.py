@@ -24,7 +24,7 @@ from uefl.errors import InputError, Stopped
 from uefl.experiment import Experiment
 from uefl.flower.census import Fact, Patience
 from uefl.flower.connect import agreed, connect
-from uefl.run import Listener, Setting, drive
+from uefl.run import Listener, Setting, drive, networked
 
 
 def server_app() -> ServerApp:
@@ -49,7 +49,10 @@ def server_app() -> ServerApp:
 def asked(config: dict[str, Any]) -> dict[str, Experiment]:
     """The experiment that a run configuration describes, in the words of the command line."""
     words = [str(config["method"]), str(config["data"]), f"seed={config['seed']}", *str(config["settings"]).split()]
-    return spoken(words, [], str(config["preset"]))
+    found = spoken(words, [], str(config["preset"]))
+    if len(found) > 1:
+        raise InputError(f"one method at a time, not {', '.join(found)}")
+    return {name: networked(experiment) for name, experiment in found.items()}
 
 
 def serve(grid: Grid, experiment: Experiment, config: dict[str, Any], *, listen: Listener) -> Path:
