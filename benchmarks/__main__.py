@@ -14,7 +14,13 @@ from benchmarks.frame import RECORDS, Options, record, table
 
 BENCHMARKS = {  # name: module with `run(options) -> figures`
     "federation": "benchmarks.federation",
+    "release": "benchmarks.release",
+    "passes": "benchmarks.passes",
     "kmeans": "benchmarks.clusters",
+    "words": "benchmarks.words",
+    "clients": "benchmarks.clients",
+    "bytes": "benchmarks.traffic",
+    "t11": "benchmarks.cost",
 }
 
 
