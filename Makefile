@@ -1,12 +1,13 @@
 # make demo   sets up and runs the main job on embedded data
 # make deploy-demo   three silos on this machine, over TLS, on Flower
+# make bench NAME=kmeans   measures one thing beside its peers, see benchmarks/README.md
 # make test   sets up, lints, type-checks and tests; .ci/run calls it
 PYTHON ?= python3
 BIN := .venv/bin
 # One torch thread a process: two on shared cores can be many times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo deploy-demo test test-real format clean
+.PHONY: demo deploy-demo test test-real bench format clean
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -35,6 +36,13 @@ test: .venv/ready
 
 test-real: .venv/ready
 	$(BIN)/python -m pytest -m "real or gpu" -ra
+
+.venv/bench: .venv/ready benchmarks/requirements.txt
+	$(PIP) -r benchmarks/requirements.txt
+	touch $@
+
+bench: .venv/bench
+	$(BIN)/python -m benchmarks $(NAME)
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .

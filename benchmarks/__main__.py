@@ -14,9 +14,15 @@ from benchmarks.frame import RECORDS, Options, record, table
 
 BENCHMARKS = {  # name: module with `run(options) -> figures`
     "federation": "benchmarks.federation",
-    "kmeans": "benchmarks.clusters",
-    "many": "benchmarks.many",
     "release": "benchmarks.release",
+    "passes": "benchmarks.passes",
+    "kmeans": "benchmarks.clusters",
+    "words": "benchmarks.words",
+    "clients": "benchmarks.clients",
+    "bytes": "benchmarks.traffic",
+    "t11": "benchmarks.cost",
+    "many": "benchmarks.many",
+    "large": "benchmarks.large",
 }
 
 

@@ -33,10 +33,12 @@ def taken(part: Part, start: int, n: int) -> Part:
     return Part(part.x[at], part.y[at])
 
 
-def silos(part: Part, count: int, train: int, test: int) -> list[Silo]:
-    """Silos of equal size without a validation part: nobody decides anything here."""
-    each = [taken(part, i * (train + test), train + test) for i in range(count)]
-    width = len(str(count))
-    return [
-        Silo(f"s{i:0{width}}", taken(p, 0, train), taken(p, 0, 0), taken(p, train, test)) for i, p in enumerate(each)
-    ]
+def silos(part: Part, count: int, train: int, test: int, validation: int = 0) -> list[Silo]:
+    """Silos of equal size; only who decides something needs a validation part."""
+    size, width = train + test + validation, len(str(count))
+    found = []
+    for i in range(count):
+        mine = taken(part, i * size, size)
+        parts = taken(mine, 0, train), taken(mine, train + test, validation), taken(mine, train, test)
+        found.append(Silo(f"s{i:0{width}}", *parts))
+    return found

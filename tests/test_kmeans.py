@@ -68,6 +68,25 @@ def test_weighted_points_are_repeated_points(points):
     assert once.inertia.item() == pytest.approx(often.inertia.item())
 
 
+def test_samples_that_double_end_near_what_all_points_give(features, monkeypatch):
+    x = features["patches"]
+    whole = [inertia(x, kmeans(x, 16, key=seed).centroids) for seed in range(3)]
+    monkeypatch.setattr(MODULE, "RUNG", 700)
+    climbed = [inertia(x, kmeans(x, 16, key=seed).centroids) for seed in range(3)]
+    assert climbed != whole  # 750, 1500, 3000, 6000 points
+    assert sum(climbed) <= 1.02 * sum(whole)
+
+
+def test_samples_follow_the_weights(points, monkeypatch):
+    monkeypatch.setattr(MODULE, "RUNG", 40)
+    monkeypatch.setattr(MODULE, "EACH", 1)
+    weights = torch.ones(320)
+    weights[40:] = 0  # one of eight clouds is all there is
+    found = kmeans(points, 2, key=1, weights=weights)
+    assert torch.cdist(found.centroids, points[:40]).min(1).values.max() < 5
+    assert found.counts.sum() == 40
+
+
 def test_a_point_without_weight_draws_no_centroid(points):
     far = torch.cat([points, torch.full((1, 5), 1000.0)])
     weights = torch.ones(321)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 _LOW31 = 0x7FFFFFFF
+_BLOCK = 1 << 17  # words hashed at once on a CPU: half a megabyte stays in a core's cache
 
 
 def key(*address: int | float | str) -> int:
@@ -42,7 +43,9 @@ def bits(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
     k = k if isinstance(k, Tensor) else torch.tensor(k, device=device)
     low, high = (k & 0xFFFFFFFF).to(torch.int32), (k >> 32).to(torch.int32)
     counter = torch.arange(n, dtype=torch.int32, device=k.device)
-    return _scramble(_scramble(counter ^ low) + high)
+    blocks = torch.split(counter, _BLOCK) if counter.device.type == "cpu" and n > _BLOCK else (counter,)
+    drawn = [_scramble(_scramble(block ^ low) + high) for block in blocks]
+    return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
 
 
 def uniform(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -100,7 +103,7 @@ class Dropout(Noise):
             return x
         drawn = bits(self.salted(), x.numel()) & _LOW31
         keep = (drawn >= int(self.p * 2**31)).reshape(x.shape)
-        return x * keep * (1 / (1 - self.p))
+        return (x * keep).mul_(1 / (1 - self.p))
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

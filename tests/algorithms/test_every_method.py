@@ -177,6 +177,15 @@ def test_training_accuracy_is_recorded_where_asked():
     assert all(0 <= s["train"]["accuracy"] <= 1 for s in record["silos"].values())
 
 
+def test_leaving_out_the_local_models_measurements_changes_nothing_else():
+    done, less = (run(method("fedavg", watch_local=watch)) for watch in (True, False))
+    assert all(torch.equal(t, less.server.state[n]) for n, t in done.server.state.items())
+    for one, other in zip(done.records, less.records, strict=True):
+        for name, mine in one["silos"].items():
+            assert "local_accuracy" not in other["silos"][name]
+            assert mine["accuracy"] == other["silos"][name]["accuracy"]
+
+
 @pytest.mark.parametrize("name", ["scaffold", "fedcr"])
 def test_a_reply_whose_extras_are_not_finite_is_refused(name):
     done = run(method(name), rounds=1)

@@ -1,0 +1,72 @@
+"""Growth: 10, 100 and 1000 clients with a small net: time a client and round, and memory beyond the data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.everyone.task import encoder
+from benchmarks.frame import Figure, Options, seconds
+from benchmarks.images import digits, silos
+from uefl.algorithms import FedAvg
+from uefl.engines import Serial
+from uefl.federation import Server
+from uefl.local import Local
+from uefl.models.net import Net
+
+COUNTS, ROUNDS, IMAGES = (10, 100, 1000), 3, (64, 16)
+
+
+def run(o: Options) -> Iterator[Figure]:
+    found: dict[int, list[dict[str, float]]] = {count: [] for count in ((3, 6) if o.tiny else COUNTS)}
+    for _ in range(o.repeats):
+        for count in found:
+            # A process each, since a process's peak of memory never falls.
+            command = [sys.executable, "-m", "benchmarks.clients", str(count), o.device, o.data]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
+            found[count].append(json.loads(done.stdout))
+    for name, unit in (("a client and round", "s" if o.cuda else "CPU s"), ("peak memory beyond the data", "MB")):
+        for count, values in found.items():
+            yield Figure(f"{count} clients", name, unit, [v[name] for v in values], f"{sum(IMAGES)} images each")
+
+
+def one(count: int, device: str, data: str) -> dict[str, float]:
+    """Rounds of FedAvg with so many clients; the first one is not counted."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = Net(encoder(), 10, (1, 28, 28), hidden=64)
+    clients = Serial(silos(digits(data), count, *IMAGES), net, device=device)
+    method = FedAvg(rounds=ROUNDS + 2, iterations=1, local=Local(optimizer="sgd", batch=32, epochs=1))
+    server = method.start(clients)
+    before = _memory(device)
+    spent = 0.0
+    for round_ in range(ROUNDS + 1):
+        done: list[Server] = []
+        took = seconds(lambda done=done: done.append(method.step(clients, server)), device)  # type: ignore[misc]  # noqa: B023
+        server = done[0].but(records=())
+        spent += took if round_ else 0.0
+    peak = (_memory(device, peak=True) - before) / 2**20
+    return {"a client and round": spent / ROUNDS / count, "peak memory beyond the data": peak}
+
+
+def _memory(device: str, *, peak: bool = False) -> float:
+    """Bytes in use, from where on the peak is watched; or that peak."""
+    if device.startswith("cuda"):
+        if peak:
+            return torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    if not peak:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak of loading
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kilobytes = next(line.split()[1] for line in lines if line.startswith("VmHWM" if peak else "VmRSS"))
+    return float(kilobytes) * 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps(one(int(sys.argv[1]), sys.argv[2], sys.argv[3])))
