@@ -375,7 +375,7 @@ class Stacked(Serial):
         return [found[name] for name in names]
 
     def _there(self, numbers: Any) -> Tensor:
-        """Numbers on the device, from pinned memory: the host neither waits nor writes over what is still on its way."""
+        """Numbers on the device, from pinned memory: the host neither waits nor overwrites what is on its way."""
         here = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return here.to(self.device, non_blocking=True)
 
