@@ -11,8 +11,8 @@ from benchmarks.eager import Eager
 from benchmarks.frame import US, Figure, Options, seconds, take_turns
 from uefl.algorithms import FedAvg
 from uefl.engines import Stacked
-from uefl.engines.serial import Multiply, choose_kernels
-from uefl.federation import Server, Silo
+from uefl.engines.serial import choose_kernels
+from uefl.federation import Multiply, Server, Silo
 from uefl.models.net import Net
 
 

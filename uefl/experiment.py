@@ -13,9 +13,8 @@ from torch import nn
 
 from uefl.algorithms import ALGORITHMS, FedAvg, algorithm
 from uefl.data import Data
-from uefl.engines.serial import Multiply
 from uefl.errors import InputError
-from uefl.federation import Silo
+from uefl.federation import Multiply, Silo
 from uefl.models.encoders import encoder
 from uefl.models.frozen import freeze_norm_statistics
 from uefl.models.net import Ensemble, Net

@@ -18,6 +18,7 @@ from uefl.noise import key, permutation
 
 State = dict[str, Tensor]
 Split = Literal["train", "validation", "test"]
+Multiply = Literal["exact", "tf32", "bf16"]  # how products of float32 are made; the last two on CUDA alone
 WORDS = "codebook.words"  # a tensor whose name ends so has a row per codeword, and silos receive only their rows
 
 

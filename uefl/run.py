@@ -64,7 +64,7 @@ def run(
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
     experiment = experiment.on(device)
-    engine, kind = in_process(engine, device)
+    engine, kind = in_process(engine)
     if engine == "flower":
         networked(experiment)
     listen({"kind": "load", "data": experiment.data.name})

@@ -55,7 +55,7 @@ def train(
         torch.manual_seed(key(seed, "weights"))
         net = method.build(Net(encoder, classes, shape, hidden=hidden, dropout=dropout))
     silos = list(method.prepare(silos))
-    _, engine = in_process("auto", device)
+    _, engine = in_process("auto")
     clients = engine(silos, net, seed=seed, device=device)
     server, records = method.start(clients), list[Record]()
     while server.round < method.budget:

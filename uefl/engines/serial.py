@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from uefl.federation import (
     Broadcast,
     Method,
     Model,
+    Multiply,
     Part,
     Reply,
     Silo,
@@ -29,7 +29,6 @@ from uefl.federation import (
 )
 from uefl.noise import key, noises, permutation, set_key
 
-Multiply = Literal["exact", "tf32", "bf16"]
 OPTIMIZER = "optimizer."  # prefix of optimiser state among what a silo keeps
 
 
