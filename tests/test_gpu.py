@@ -24,6 +24,7 @@ pytestmark = [
 ENGINES: dict[str, Callable[..., Serial]] = {
     "serial": Serial,
     "stacked": Stacked,
+    "stacked, step by step": partial(Stacked, captured=False),
     "one at a time": partial(Stacked, chunk=1),
     "compiled": partial(Stacked, chunk=1, compiled=True),
 }

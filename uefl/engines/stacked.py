@@ -61,12 +61,20 @@ class Stacked(Serial):
     """Clients in one process, several at a time. `chunk`: the most silos of a stack; 0: as many as pay."""
 
     def __init__(
-        self, silos: Sequence[Silo], net: nn.Module, *, chunk: int = 0, compiled: bool = False, **others: Any
+        self,
+        silos: Sequence[Silo],
+        net: nn.Module,
+        *,
+        chunk: int = 0,
+        captured: bool = True,
+        compiled: bool = False,
+        **others: Any,
     ) -> None:
         super().__init__(silos, net, **others)
         if self._foreign:
             raise InputError("engine=stacked needs uefl's Dropout in the network, not torch's: use engine=serial")
         self.chunk, self.compiled = chunk, compiled
+        self.captured = captured and self.device.type == "cuda"  # steps as CUDA graphs
         self._flat = {split: self._joined(split) for split in SPLITS}
         self._layers = [name for name, m in self.net.named_modules() if isinstance(m, Noise)]
         self._learn = {n for n, _ in self.net.named_parameters()}
@@ -201,7 +209,7 @@ class Stacked(Serial):
         def step(index: Tensor, keys: Tensor, steps: Tensor) -> None:
             self._descend(method, arena, some, epoch, index, keys, steps)
 
-        if self.device.type != "cuda":
+        if not self.captured:
             step(index, keys, steps)
             return
         sign = (some.start, some.stop, index.shape[1], epoch if Watched.read else 0)
