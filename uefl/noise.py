@@ -45,7 +45,7 @@ def bits(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
     counter = torch.arange(n, dtype=torch.int32, device=k.device)
     blocks = torch.split(counter, _BLOCK) if counter.device.type == "cpu" and n > _BLOCK else (counter,)
     drawn = [_scramble(_scramble(block ^ low) + high) for block in blocks]
-    return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
+    return torch.cat(drawn, -1) if len(drawn) > 1 else drawn[0]
 
 
 def uniform(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
