@@ -22,6 +22,7 @@ FOUNDATION = {
     "local",
     "metrics",
     "plugins",
+    "download",
 }
 MAY = {  # part of the package: parts it may import
     **dict.fromkeys(FOUNDATION, FOUNDATION),
@@ -31,7 +32,7 @@ MAY = {  # part of the package: parts it may import
     "checkpoint": FOUNDATION,
     "records": FOUNDATION,
     "settings": {"errors"},
-    "data": {"errors", "noise", "federation", "plugins", "data"},
+    "data": {"errors", "noise", "federation", "plugins", "download", "data"},
     "experiment": FOUNDATION | {"settings", "algorithms", "models", "data"},
 }
 

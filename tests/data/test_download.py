@@ -10,8 +10,9 @@ import pytest
 from making import idx_files
 
 from uefl.data import sources
-from uefl.data.addresses import ADDRESSES, Address
-from uefl.data.download import fetch, fetch_file
+from uefl.data.addresses import ADDRESSES
+from uefl.data.download import fetch
+from uefl.download import Address, fetch_file
 from uefl.errors import InputError
 
 BODY = os.urandom(1 << 20)
@@ -90,8 +91,7 @@ def test_what_broke_off_goes_on_where_it_broke(server, tmp_path):
 CLIENT = """
 import sys
 from pathlib import Path
-from uefl.data.addresses import Address
-from uefl.data.download import fetch_file
+from uefl.download import Address, fetch_file
 fetch_file(Address(sys.argv[1], sys.argv[2]), Path(sys.argv[3]))
 """
 

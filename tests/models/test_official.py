@@ -65,7 +65,7 @@ def test_a_file_is_fetched_once(server: Server, tmp_path: Path) -> None:
 
 def test_a_broken_download_goes_on_where_it_stopped(server: Server) -> None:
     server.limit = 1000
-    with pytest.raises(InputError, match="broke after 1000 of 10240 bytes"):
+    with pytest.raises(InputError, match="broke off after 1000 of 10240 bytes"):
         official_weights(NAME)
     server.limit = None
     assert official_weights(NAME).read_bytes() == BODY
@@ -76,12 +76,12 @@ def test_a_complete_part_is_only_checked(server: Server, tmp_path: Path) -> None
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / f"{NAME}.part").write_bytes(BODY)
     assert official_weights(NAME).read_bytes() == BODY
-    assert server.asked == [f"bytes={len(BODY)}-"]
+    assert server.asked == []
 
 
 def test_a_forgery_is_refused_and_not_kept(server: Server, tmp_path: Path) -> None:
     server.body = BODY[::-1]
-    with pytest.raises(InputError, match="does not have the hash"):
+    with pytest.raises(InputError, match="does not have the published checksum"):
         official_weights(NAME)
     assert list((tmp_path / "weights").iterdir()) == []
     (tmp_path / "weights" / NAME).write_bytes(BODY[:-1])

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-
-class Address(NamedTuple):
-    """One file to be had."""
-
-    url: str
-    digest: str  # MD5 (32 digits) or SHA-256 (64)
-
-    @property
-    def file(self) -> str:
-        return self.url.rpartition("/")[2]
-
+from uefl.download import Address
 
 MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"  # PyTorch's copy: the authors' own page no longer serves them
 FMNIST = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
