@@ -81,14 +81,15 @@ def test_the_same_seed_gives_the_same_bits_twice(engine: str, multiply: str) -> 
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
+@pytest.mark.parametrize("engine", ["stacked", "stacked, step by step"])
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in ("uefl", "vq-fedavg", "pooled")])
-def test_every_method_agrees_on_a_stack(name: str) -> None:
+def test_every_method_agrees_on_a_stack(name: str, engine: str) -> None:
     kind = ALGORITHMS[name]
     local = kind().suited(Local(batch=16, epochs=2, rate=3e-3))
     method = kind(rounds=3, iterations=1, passes=4, local=local)
-    found, expected = (trained(e, "cuda", method, dtype=torch.float64) for e in (Stacked, Serial))
+    found, expected = (trained(e, "cuda", method, dtype=torch.float64) for e in (ENGINES[engine], Serial))
     for n, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[n], rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(tensor, expected[n], rtol=1e-9, atol=1e-9)
 
 
 def test_another_choice_of_silos_every_round_finds_its_own_steps() -> None:
