@@ -41,6 +41,8 @@ def main(
     if not console.is_terminal:
         console = Console(width=160)  # a log file has no width of its own
     if name not in BENCHMARKS:
+        if name:
+            console.print(f"unknown benchmark '{name}'; known:", highlight=False)
         for known, module in BENCHMARKS.items():
             console.print(f"{known:12} {(import_module(module).__doc__ or '').splitlines()[0]}", highlight=False)
         raise typer.Exit(2 if name else 0)

@@ -45,6 +45,9 @@ def uefl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["run", "cut=round"], "unknown cut 'round'; known: domains"),
         (["run", "--preset", "best"], "unknown preset 'best'; known: default, paper"),
         (["run", "--device", "cuda:99"], "is not to be had here; allowed: cpu"),
+        (["run", "precision=tf32"], "tf32 is for CUDA devices, on cpu there are float32 and float64"),
+        (["run", "--threads", "0"], "threads=0 must be at least 1"),
+        (["run", "--engine", "fast"], "unknown engine 'fast'; known: auto, serial, stacked, flower"),
         (["run", "pooled", "--engine", "flower"], "pooled cannot run on Flower: it needs all data in one place"),
         (["list", "everything"], "unknown list 'everything'; known: methods"),
         (["show", "."], "is not a run folder"),
@@ -56,7 +59,25 @@ def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], line: str, tmp_
     assert answer.stderr.startswith("uefl: ")
     assert line in answer.stderr
     assert answer.stderr.count("\n") == 1
-    assert not [f for f in tmp_path.rglob("*") if f.is_file() and f.name not in (".lock", "run.json")]
+    assert not list(tmp_path.rglob("*")), "nothing may look like a run that was begun"
+
+
+def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        answer = uefl("run", "fedavg", *BARE, "--out", str(place))
+        assert answer.returncode == 2
+        assert answer.stderr.startswith(f"uefl: cannot write to {place}")
+        assert answer.stderr.count("\n") == 1
+
+
+def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
+    assert uefl("run", "fedavg", *BARE, "--out", str(tmp_path)).returncode == 0
+    (summary,) = tmp_path.glob("*/summary.json")
+    summary.write_text("{")
+    answer = uefl("show", str(summary.parent))
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
+    assert f"{summary} is damaged" in answer.stderr
 
 
 def test_help_and_list_name_every_command_method_and_encoder() -> None:

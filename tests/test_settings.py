@@ -24,6 +24,13 @@ def test_a_field_is_found_by_its_name_anywhere_inside():
     assert BASE.seed == 0
 
 
+def test_fields_that_depend_on_each_other_may_come_in_any_order():
+    for words in (["rounds=2", "warm_up=1"], ["warm_up=1", "rounds=2"]):
+        assert override(BASE, words).method.rounds == 2
+    with pytest.raises(InputError, match="warm_up=3 must be less than rounds=2"):
+        override(BASE, ["rounds=2", "warm_up=3"])
+
+
 def test_the_way_to_a_field_may_be_given():
     assert override(BASE, ["method.codebook.words=8"]).method.codebook.words == 8
     assert override(BASE, ["codebook.words=9"]).method.codebook.words == 9
@@ -55,7 +62,8 @@ def test_truth_has_its_usual_words(text, value):
         ("gamma", "'gamma' is not of the form field=value"),
         ("=3", "'=3' is not of the form field=value"),
         ("gamma=-1", "gamma=-1.0 must not be negative"),
-        ("gamma=nan", "gamma=nan must not be negative"),
+        ("gamma=nan", "gamma=nan is not a number"),
+        ("rate=inf", "rate=inf must be greater than 0 and finite"),
         ("words=0", "words=0 must be at least 1"),
         ("warm_up=14", "warm_up=14 must be less than rounds=14"),
         ("dropout=1", "dropout=1.0 must be at least 0 and less than 1"),

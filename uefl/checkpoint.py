@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from uefl.errors import InputError
 from uefl.federation import Server, State
 
 VALUES = ("round", "iteration", "settled", "pending")
@@ -56,6 +58,17 @@ def load_tensors(path: Path) -> tuple[State, dict[str, Any]]:
     with safe_open(path, framework="pt") as file:
         values = json.loads(file.metadata()["uefl"])
         return {name: file.get_tensor(name) for name in file.keys()}, values  # noqa: SIM118
+
+
+def made(folder: Path) -> Path:
+    """A folder that is there and can be written to, or one line that says why not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, "no permission to write")
+    except OSError as e:
+        raise InputError(f"cannot write to {folder}: {(e.strerror or str(e)).lower()}") from None
+    return folder
 
 
 def write_text(path: Path, text: str) -> None:

@@ -61,7 +61,7 @@ class Display:
         self.console.print(f"{run}: warning: {event['line']}", style="yellow", soft_wrap=True, markup=False)
 
     def _found(self, run: str, event: Event) -> None:
-        self.console.print(f"{run}: finished before, in {event['folder']}", soft_wrap=True)
+        self.console.print(f"{run}: finished before (engine {event['engine']}), in {event['folder']}", soft_wrap=True)
         self.progress.update(self.tasks[run], total=1, completed=1, facts="finished before")
 
     def _silo(self, run: str, event: Event) -> None:

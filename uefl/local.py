@@ -31,11 +31,11 @@ class Local:
 
     def __post_init__(self) -> None:
         for name in ("rate", "batch", "epochs", "evaluation_batch"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name}={getattr(self, name)} must be greater than 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{name}={getattr(self, name)} must be greater than 0 and finite")
         for name in ("momentum", "weight_decay", "clip"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name}={getattr(self, name)} must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name}={getattr(self, name)} must not be negative or infinite")
 
     def rate_at(self, round_: int, rounds: int) -> float:
         """The learning rate of a round (counted from 1) out of all."""

@@ -9,13 +9,19 @@ from typing import Any
 
 from rich.table import Table
 
+from uefl.errors import InputError
+
 LEVEL = "mean of last 5"
 COLUMNS = (("accuracy", "acc."), ("entropy", "entropy"), ("perplexity", "perpl."), ("words", "words"))
 
 
 def summary(folder: Path) -> dict[str, Any]:
     """A finished run's summary."""
-    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    path = folder / "summary.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as e:
+        raise InputError(f"{path} is damaged ({e}); delete it and run again") from None
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from uefl import __version__, records
-from uefl.checkpoint import load_checkpoint, save_checkpoint, save_tensors, write_text
+from uefl.checkpoint import load_checkpoint, made, save_checkpoint, save_tensors, write_text
 from uefl.data.concerns import concerns
 from uefl.engines import in_process
 from uefl.errors import InputError, unknown
@@ -29,6 +29,7 @@ from uefl.federation import Clients, Server, State
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 ENGINES = ("auto", "serial", "stacked", "flower")
+LOCK = ".lock"
 HEADER, RECORDS, CHECKPOINT = "run.json", "records.jsonl", "checkpoint.safetensors"
 MODEL, SUMMARY, FIGURE = "model.safetensors", "summary.json", "figure.png"
 SAME = ("engine", "device", "threads", "torch", "results")  # what must not change under a run that goes on
@@ -111,15 +112,24 @@ def drive(
 ) -> Path:
     """The same with any clients, which are called only if there is something left to do."""
     folder = root / f"{experiment.name}-{experiment.data.name}-{experiment.id(setting.mark)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with only_process(folder):
+    with only_process(made(folder)):
         if (folder / SUMMARY).exists():
-            listen({"kind": "found", "folder": str(folder)})
+            engine = json.loads((folder / HEADER).read_text())["engine"]
+            listen({"kind": "found", "folder": str(folder), "engine": engine})
             return folder
+        begun = (folder / HEADER).exists()
         _header(folder, experiment, setting)
-        with clients() as engine:
-            server = _loop(experiment, engine, folder, listen)
-            _finish(folder, server, engine, setting.domains)
+        try:
+            place = clients()
+        except InputError:
+            if not begun:  # refused before anything was done: no folder shall look like an unfinished run
+                for name in (HEADER, LOCK):
+                    (folder / name).unlink()
+                folder.rmdir()
+            raise
+        with place as running:
+            server = _loop(experiment, running, folder, listen)
+            _finish(folder, server, running, setting.domains)
     return folder
 
 
@@ -202,7 +212,7 @@ def _finish(folder: Path, server: Server, clients: Engine, domains: dict[str, st
 @contextmanager
 def only_process(folder: Path) -> Iterator[None]:
     """One process per run: the lock goes with the process, however it ends."""
-    file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    file = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -15,12 +15,14 @@ T = TypeVar("T")
 
 def override(value: T, assignments: Sequence[str]) -> T:
     """Change fields, anywhere inside: `gamma=0.2`, or with the way to it where a name alone is not enough."""
+    changes: dict[tuple[str, ...], str] = {}
     for assignment in assignments:
         name, sign, text = assignment.partition("=")
         if not sign or not name:
             raise InputError(f"'{assignment}' is not of the form field=value")
-        value = _set(value, _find(value, name), text)
-    return value
+        changes[_find(value, name)] = text
+    changed: T = _changed(value, changes)
+    return changed
 
 
 def has(value: Any, name: str) -> bool:
@@ -66,11 +68,17 @@ def _find(value: Any, name: str) -> tuple[str, ...]:
     raise InputError(f"unknown field '{name}'{hint}; known: {', '.join(known)}")
 
 
-def _set(value: Any, path: tuple[str, ...], text: str) -> Any:
-    name, rest = path[0], path[1:]
-    if rest:
-        return replace(value, **{name: _set(getattr(value, name), rest, text)})
-    return replace(value, **{name: parsed(text, get_type_hints(type(value))[name], name)})
+def _changed(value: Any, changes: Mapping[tuple[str, ...], str]) -> Any:
+    """All changes at once: fields are checked against each other only when every one has its new value."""
+    inner: dict[str, dict[tuple[str, ...], str]] = {}
+    new: dict[str, Any] = {}
+    for (name, *rest), text in changes.items():
+        if rest:
+            inner.setdefault(name, {})[tuple(rest)] = text
+        else:
+            new[name] = parsed(text, get_type_hints(type(value))[name], name)
+    new |= {name: _changed(getattr(value, name), some) for name, some in inner.items()}
+    return replace(value, **new)
 
 
 def parsed(text: str, kind: Any, name: str) -> Any:
@@ -92,7 +100,10 @@ def parsed(text: str, kind: Any, name: str) -> Any:
         return text.lower() in ("true", "yes", "1")
     if kind in (int, float):
         try:
-            return kind(text)
+            number = kind(text)
+            if number != number:  # nan compares with nothing, so no later check would find it
+                raise ValueError
+            return number
         except ValueError:
             what = "a whole number" if kind is int else "a number"
             raise InputError(f"{name}={text} is not {what}") from None

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from uefl import records
-from uefl.checkpoint import write_text
+from uefl.checkpoint import made, write_text
 from uefl.display import Display
 from uefl.errors import InputError
 from uefl.experiment import Experiment
@@ -56,8 +56,10 @@ def ran(experiments: Mapping[str, Experiment], out: Path, where: Where, console:
     device, threads, workers, engine = where
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise InputError(f"device={device} is not to be had here; allowed: {', '.join(_devices())}")
-    if threads < 1 or workers < 0:
-        raise InputError(f"threads={threads} must be at least 1 and workers={workers} at least 0")
+    if threads < 1:
+        raise InputError(f"threads={threads} must be at least 1")
+    if workers < 0:
+        raise InputError(f"workers={workers} must be at least 0")
     torch.set_num_threads(threads)
     with Display(console) as display:
         if len(experiments) == 1:
@@ -76,7 +78,7 @@ def folder_of(folders: Mapping[str, Path], out: Path) -> Path:
     """The folder of a comparison, named by the runs that are compared."""
     mark = hashlib.sha256(" ".join(sorted(f.name for f in folders.values())).encode()).hexdigest()[:12]
     together = out / f"compare-{mark}"
-    together.mkdir(parents=True, exist_ok=True)
+    made(together)
     return together
 
 
