@@ -47,7 +47,7 @@ class Ours:
             pass
 
 
-def rounds(contenders: dict[str, Ours], peer: Eager, steps: int, o: Options) -> Iterator[Figure]:
+def rounds(contenders: dict[str, Ours], peer: Eager, steps: float, o: Options) -> Iterator[Figure]:
     """Seconds of a whole round of each, and training's share of what the device can do."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     for ours in contenders.values():  # plain, captured, replayed

@@ -37,4 +37,4 @@ def run(o: Options) -> Iterator[Figure]:
     else:
         ours = {"uefl": Ours(method, built, where, o.device, multiply="exact")}
     peer = Eager(built, where, local, method.passes, o.device)
-    yield from rounds(ours, peer, count * local.epochs * (train / local.batch), o)  # type: ignore[arg-type]
+    yield from rounds(ours, peer, count * local.epochs * (train / local.batch), o)

@@ -51,3 +51,14 @@ def like_stack(tensor: Tensor, m: int) -> Tensor:
 def rows(where: list[int]) -> slice | list[int]:
     """A slice, where indices are neighbours: a view instead of a copy."""
     return slice(where[0], where[-1] + 1) if where == list(range(where[0], where[-1] + 1)) else where
+
+
+def spoken(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} silos"
+
+
+def to_host(sums: State) -> State:
+    """Stacked answers [m, ...] in one transfer."""
+    flat = torch.cat([t.reshape(len(t), -1).double() for t in sums.values()], 1).cpu()
+    pieces = torch.split(flat, [t[0].numel() for t in sums.values()], 1)
+    return {n: piece.reshape(t.shape) for (n, t), piece in zip(sums.items(), pieces)}

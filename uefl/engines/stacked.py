@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map
 from uefl.engines.arena import Arena
 from uefl.engines.mapping import Mapping
 from uefl.engines.serial import Serial, laid_out
-from uefl.engines.stack import Stack, rows, stacked
+from uefl.engines.stack import Stack, rows, spoken, stacked, to_host
+from uefl.engines.stacking import length, most_together, numbers
 from uefl.errors import InputError
 from uefl.federation import (
     Batch,
@@ -41,9 +42,6 @@ from uefl.federation import (
 from uefl.noise import Noise, key, permutations
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-LARGE = 2**26  # numbers that one silo's pass computes from which on it fills a GPU: nothing is gained by stacking
-MOST = {"cuda": 2**31, "cpu": 2**25}  # the same for a stack: what bounds memory
-Answers = list[dict[str, State]]  # by silo of a stack, then by part of its data
 
 
 class Watched(Batch):
@@ -386,43 +384,3 @@ class Stacked(Serial):
         """Numbers on the device, from pinned memory: the host neither waits nor overwrites what is on its way."""
         here = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return here.to(self.device, non_blocking=True)
-
-
-def spoken(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} silos"
-
-
-def length(cuts: Sequence[slice], place: int) -> int:
-    """How long the batch at this place is; 0: the silo has none."""
-    return cuts[place].stop - cuts[place].start if place < len(cuts) else 0
-
-
-def most_together(numbers: int, device: str) -> int:
-    """How many silos go into a stack, when a batch of one makes so many numbers."""
-    return 1 if numbers > LARGE else max(1, MOST[device] // max(numbers, 1))
-
-
-def numbers(net: nn.Module, shape: Sequence[int]) -> int:
-    """How many numbers a network computes on its way from one example to its prediction."""
-    total = 0
-
-    def count(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        nonlocal total
-        total += output.numel() if isinstance(output, Tensor) else 0
-
-    hooks = [m.register_forward_hook(count) for m in net.modules() if not list(m.children())]
-    like = next(net.parameters())
-    was = net.training
-    with torch.no_grad():
-        net.eval()(like.new_zeros(2, *shape))
-    net.train(was)
-    for hook in hooks:
-        hook.remove()
-    return total // 2
-
-
-def to_host(sums: State) -> State:
-    """Stacked answers [m, ...] in one transfer."""
-    flat = torch.cat([t.reshape(len(t), -1).double() for t in sums.values()], 1).cpu()
-    pieces = torch.split(flat, [t[0].numel() for t in sums.values()], 1)
-    return {n: piece.reshape(t.shape) for (n, t), piece in zip(sums.items(), pieces)}
