@@ -28,20 +28,18 @@ class Ours:
         *,
         multiply: Multiply,
         compiled: bool = False,
-        repeatable: bool = True,
     ) -> None:
-        self.method, self.repeatable = method, repeatable
-        fields = {"device": device, "multiply": multiply, "compiled": compiled, "repeatable": repeatable}
-        self.clients = Stacked(silos, net, **fields)
+        self.method = method
+        self.clients = Stacked(silos, net, device=device, multiply=multiply, compiled=compiled)
         self.server: Server = method.start(self.clients)
 
     def round(self) -> None:
-        choose_kernels(tf32=True, repeatable=self.repeatable)  # process-wide, and contenders take turns
+        choose_kernels(tf32=True, repeatable=True)  # process-wide, and contenders take turns
         self.server = self.method.round(self.clients, self.server)
 
     def train(self) -> None:
         """A round's training alone."""
-        choose_kernels(tf32=True, repeatable=self.repeatable)
+        choose_kernels(tf32=True, repeatable=True)
         say = self.method.say(self.clients, self.server)._replace(round=self.server.round + 1)
         for _ in self.clients.fit(self.method, say, measure=False):
             pass

@@ -30,9 +30,6 @@ def run(o: Options) -> Iterator[Figure]:
         ours = {
             "uefl": Ours(method, built, where, o.device, multiply="bf16", compiled=True),
             "uefl, not compiled": Ours(method, built, where, o.device, multiply="bf16"),
-            "uefl, compiled, fastest kernels": Ours(
-                method, built, where, o.device, multiply="bf16", compiled=True, repeatable=False
-            ),
         }
     else:
         ours = {"uefl": Ours(method, built, where, o.device, multiply="exact")}

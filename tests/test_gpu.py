@@ -1,5 +1,6 @@
 """On a CUDA device: the same draws as on the CPU, the same story in double precision, the same bits twice."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -81,7 +82,42 @@ def test_the_same_seed_gives_the_same_bits_twice(engine: str, multiply: str) -> 
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-@pytest.mark.parametrize("engine", ["stacked", "stacked, step by step"])
+@pytest.mark.parametrize("multiply", ["tf32", "bf16"])
+@pytest.mark.parametrize("engine", ["stacked", "compiled"])
+def test_a_run_that_goes_on_elsewhere_ends_in_the_same_bits(engine: str, multiply: str) -> None:
+    """Another process has no captured steps, and compiles anew."""
+    from torch._inductor.utils import fresh_cache
+
+    whole = trained(ENGINES[engine], "cuda", multiply=multiply)
+    method, fields = ours(), {"multiply": multiply}
+    first = federation(method, ENGINES[engine], "cuda", **fields)
+    server = method.start(first)
+    for _ in range(2):
+        server = method.step(first, server)
+    torch._dynamo.reset()
+    with fresh_cache():
+        second = federation(method, ENGINES[engine], "cuda", **fields)
+        second.memory = first.memory
+        while server.round < method.budget:
+            server = method.step(second, server)
+    assert all(torch.equal(tensor.cpu(), whole[name]) for name, tensor in server.state.items())
+
+
+def test_garbage_of_another_engine_does_not_break_a_capture() -> None:
+    """Engines are in cycles with their captured steps, so they go when the collector comes by."""
+    expected = trained(Serial, "cuda", dtype=torch.float64)
+    before = gc.get_threshold()
+    gc.set_threshold(100)
+    try:
+        for _ in range(4):
+            found = trained(Stacked, "cuda", dtype=torch.float64)
+    finally:
+        gc.set_threshold(*before)
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "stacked, step by step", "compiled"])
 @pytest.mark.parametrize("name", [n for n in ALGORITHMS if n not in ("uefl", "vq-fedavg", "pooled")])
 def test_every_method_agrees_on_a_stack(name: str, engine: str) -> None:
     kind = ALGORITHMS[name]

@@ -56,7 +56,8 @@ Threads = Annotated[int, typer.Option(help="torch threads a run; more than one c
 Engine = Annotated[
     str,
     typer.Option(
-        help="serial: one silo after another; stacked: many in one tensor; flower: a process each; auto: by device"
+        help="serial: one silo after another; stacked: many in one tensor; compiled: the same, large networks by "
+        "torch.compile (CUDA); flower: a process each; auto: serial on a CPU, on CUDA what suits network and schedule"
     ),
 ]
 Preset = Annotated[str, typer.Option(help="default (what won) or paper (what the paper says)")]

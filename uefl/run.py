@@ -21,14 +21,14 @@ import torch
 from uefl import __version__, records
 from uefl.checkpoint import load_checkpoint, made, save_checkpoint, save_tensors, write_text
 from uefl.data.concerns import concerns
-from uefl.engines import in_process
+from uefl.engines import IN_PROCESS, chosen
 from uefl.errors import InputError, unknown
 from uefl.experiment import DTYPES, RESULTS, Experiment, fingerprint
 from uefl.federation import Clients, Server, State
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-ENGINES = ("auto", "serial", "stacked", "flower")
+ENGINES = ("auto", *IN_PROCESS, "flower")
 LOCK = ".lock"
 HEADER, RECORDS, CHECKPOINT = "run.json", "records.jsonl", "checkpoint.safetensors"
 MODEL, SUMMARY, FIGURE = "model.safetensors", "summary.json", "figure.png"
@@ -65,7 +65,6 @@ def run(
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
     experiment = experiment.on(device)
-    engine, kind = in_process(engine)
     if engine == "flower":
         networked(experiment)
     listen({"kind": "load", "data": experiment.data.name})
@@ -75,6 +74,8 @@ def run(
     silos = list(experiment.method.prepare(silos))
     domains = {s.name: s.domain for s in silos}
     shape = tuple(images.x.shape[1:]) if not experiment.data.size else tuple(silos[0].test.x.shape[1:])
+    net, method = experiment.network(shape, len(images.classes)), experiment.method
+    engine = chosen(engine, device, net, silos, method.local, method.budget)
     setting = Setting(fingerprint(silos), domains, images.classes, shape, engine, device)
 
     def watch(silo: str, doing: str) -> None:
@@ -89,9 +90,9 @@ def run(
             return simulated(
                 experiment, len(silos), state=root.resolve() / "state", run=experiment.id(setting.mark), hear=watch
             )
-        net, dtype = experiment.network(shape, len(images.classes)), DTYPES[experiment.precision]
-        fields: dict[str, Any] = {"dtype": dtype, "multiply": experiment.multiply, "watch": watch}
-        return nullcontext(kind(silos, net, seed=experiment.seed, device=device, **fields))
+        fields: dict[str, Any] = {"dtype": DTYPES[experiment.precision], "multiply": experiment.multiply}
+        place = IN_PROCESS[engine](silos, net, seed=experiment.seed, device=device, watch=watch, **fields)
+        return nullcontext(place)
 
     return drive(experiment, root, setting, clients, listen)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from uefl.algorithms import FedAvg
-from uefl.engines import Serial, in_process
+from uefl.engines import IN_PROCESS, Serial, chosen
 from uefl.federation import Server, Silo
 from uefl.models.net import Net
 from uefl.noise import key
@@ -47,6 +47,7 @@ def train(
     dropout: float = 0.1,
     seed: int = 0,
     device: str = "cpu",
+    engine: str = "auto",
     listen: Callable[[Record], None] = lambda _: None,
 ) -> Result:
     """Train a method on silos with any encoder; `listen` hears the record of every round."""
@@ -55,8 +56,8 @@ def train(
         torch.manual_seed(key(seed, "weights"))
         net = method.build(Net(encoder, classes, shape, hidden=hidden, dropout=dropout))
     silos = list(method.prepare(silos))
-    _, engine = in_process("auto")
-    clients = engine(silos, net, seed=seed, device=device)
+    engine = chosen(engine, device, net, silos, method.local, method.budget)
+    clients = IN_PROCESS[engine](silos, net, seed=seed, device=device)
     server, records = method.start(clients), list[Record]()
     while server.round < method.budget:
         server = method.step(clients, server)

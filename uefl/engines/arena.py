@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,9 +102,21 @@ class Captured:
             return
         if self.graph is None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=self.pool):
+            with uncollected(), torch.cuda.graph(self.graph, pool=self.pool):
                 self.step(*self.inputs)
         self.graph.replay()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection: it may come upon another engine's graph, and to free that would break the capture."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def empty(tensors: State) -> State:

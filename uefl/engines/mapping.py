@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d)
+
 
 class Mapping(TorchFunctionMode):
     """Within it, batch norm is plain arithmetic: torch's asks for a memory layout, which nobody knows under `vmap`.
@@ -33,6 +35,10 @@ class Mapping(TorchFunctionMode):
                 x, w, bias, _, pad, *_ = args
                 dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w.dtype
                 return Mapped.apply(x, w, bias, pad if isinstance(pad, int) else pad[0], dtype)  # type: ignore[no-untyped-call]
+        if func in CONVOLUTIONS and torch.is_autocast_enabled("cuda"):  # which forgets the bias under `vmap`
+            with torch.autocast("cuda", enabled=False):
+                half = [t.to(torch.get_autocast_dtype("cuda")) if isinstance(t, Tensor) else t for t in args]
+                return func(*half, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -44,7 +44,6 @@ class Serial:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         multiply: Multiply = "exact",
-        repeatable: bool = True,
         watch: Callable[[str, str], None] = lambda _silo, _doing: None,
     ) -> None:
         names = [silo.name for silo in silos]
@@ -55,7 +54,7 @@ class Serial:
             raise InputError(f"{multiply} is for CUDA devices, on {self.device.type} there are float32 and float64")
         self.multiply = multiply
         if self.device.type == "cuda":
-            choose_kernels(tf32=multiply != "exact", repeatable=repeatable)
+            choose_kernels(tf32=multiply != "exact")
         ordered = sorted(silos, key=lambda silo: silo.name)  # the order given changes nothing
         self.silos = {silo.name: self._placed(silo) for silo in ordered}
         # Channels last: convolutions are 1.4 to 1.8 times faster on CPU, and tensor cores want it on GPU.
@@ -63,7 +62,7 @@ class Serial:
         self.initial = {name: t.clone() for name, t in self.net.state_dict().items()}
         self.memory: dict[str, State] = {}  # what each silo keeps; part of the checkpoint in one process
         self._noises = noises(self.net)
-        self._foreign = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.net.modules())
+        self._foreign = foreign(self.net)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -217,7 +216,7 @@ class Serial:
             yield
 
 
-def choose_kernels(*, tf32: bool, repeatable: bool) -> None:
+def choose_kernels(*, tf32: bool, repeatable: bool = True) -> None:
     """Choose CUDA kernels for the whole process: those that give the same bits twice, or those that win a race.
 
     With `tf32`, products round their factors to 10 bits, which tensor cores want.
@@ -228,6 +227,11 @@ def choose_kernels(*, tf32: bool, repeatable: bool) -> None:
     torch.backends.cudnn.benchmark = not repeatable
     # A debugging aid that writes every tensor twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def foreign(net: nn.Module) -> bool:
+    """Whether a network has torch's own dropout, whose draws have no address."""
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) for m in net.modules())
 
 
 def laid_out(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from uefl.engines.arena import Arena
+from uefl.engines.compiling import compiled, quiet
 from uefl.engines.mapping import Mapping
 from uefl.engines.serial import Serial, laid_out
 from uefl.engines.stack import Stack, rows, spoken, stacked, to_host
@@ -230,11 +232,12 @@ class Stacked(Serial):
                 changed = method.adjust(model, gradients)
                 return dict(zip(changed, method.local.clipped(list(changed.values()))))
 
-            if self.compiled and len(arena.stack.names) == 1:
-                total, moving = self._compiled_loss(arena, update, epoch, keys, x, y)
-            else:
-                total = self._over(part._replace(own={**part.own, **moving}), keys, loss, x, y, steps).sum()
-            found = torch.autograd.grad(total, list(moving.values()), allow_unused=True)
+            with quiet() if self.compiled else nullcontext():
+                if self.compiled and len(arena.stack.names) == 1:
+                    total, moving = self._compiled_loss(arena, update, epoch, keys, x, y)
+                else:
+                    total = self._over(part._replace(own={**part.own, **moving}), keys, loss, x, y, steps).sum()
+                found = torch.autograd.grad(total, list(moving.values()), allow_unused=True)
             gradients = {n: g.reshape(part.own[n].shape) for n, g in zip(moving, found) if g is not None}
             with torch.no_grad():
                 descent.step(self._over(part, keys, adjusted, gradients), some, arena.rate)
@@ -268,7 +271,7 @@ class Stacked(Serial):
                     found: Tensor = update.loss(model, Batch(x, y, 0, epoch))
                 return found
 
-            arena.losses[sign] = torch.compile(loss, dynamic=False)
+            arena.losses[sign] = compiled(loss)
         learn = {n: p for n, p in self.net.named_parameters() if update.learns(n)}
         return arena.losses[sign](x[0], y[0]), learn
 

@@ -17,9 +17,14 @@ def length(cuts: Sequence[slice], place: int) -> int:
     return cuts[place].stop - cuts[place].start if place < len(cuts) else 0
 
 
+def fills_a_device(numbers: int) -> bool:
+    """Whether the pass of one silo is so large that nothing is gained by stacking."""
+    return numbers > LARGE
+
+
 def most_together(numbers: int, device: str) -> int:
     """How many silos go into a stack, when a batch of one makes so many numbers."""
-    return 1 if numbers > LARGE else max(1, MOST[device] // max(numbers, 1))
+    return 1 if fills_a_device(numbers) else max(1, MOST[device] // max(numbers, 1))
 
 
 def numbers(net: nn.Module, shape: Sequence[int]) -> int:
