@@ -14,7 +14,7 @@ from benchmarks.everyone.task import encoder
 from benchmarks.frame import Figure, Options, seconds
 from benchmarks.images import digits, silos
 from uefl.algorithms import FedAvg
-from uefl.engines import Serial
+from uefl.engines import IN_PROCESS, chosen
 from uefl.federation import Server
 from uefl.local import Local
 from uefl.models.net import Net
@@ -40,8 +40,11 @@ def one(count: int, device: str, data: str) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = Net(encoder(), 10, (1, 28, 28), hidden=64)
-    clients = Serial(silos(digits(data), count, *IMAGES), net, device=device)
     method = FedAvg(rounds=ROUNDS + 2, iterations=1, local=Local(optimizer="sgd", batch=32, epochs=1))
+    everyone = silos(digits(data), count, *IMAGES)
+    engine = chosen("auto", device, net, everyone, method.local, method.rounds)
+    fields = {"multiply": "tf32"} if device.startswith("cuda") else {}
+    clients = IN_PROCESS[engine](everyone, net, device=device, **fields)
     server = method.start(clients)
     before = _memory(device)
     spent = 0.0

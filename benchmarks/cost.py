@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.frame import Figure, Options, take_turns
+from benchmarks.frame import Figure, Options, settle, take_turns
 from benchmarks.images import digits
 from benchmarks.nets import batch, placed, release, vgg16
 
@@ -17,6 +17,7 @@ PAPER = {"FedAvg": "paper: 14.991 M", "uefl": "paper: 15.491 M"}
 
 
 def run(o: Options) -> Iterator[Figure]:
+    settle(o)
     images, n = digits(o.data), 4 if o.tiny else 256 if o.cuda else 16
     nets = {}
     for who in ("FedAvg", "uefl"):

@@ -17,6 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from uefl.engines.serial import choose_kernels
+
 RECORDS = Path(__file__).parent / "records"
 US = "uefl"  # whose figure all others are set against
 
@@ -46,6 +48,12 @@ class Figure(NamedTuple):
     @property
     def median(self) -> float:
         return statistics.median(self.values)
+
+
+def settle(o: Options) -> None:
+    """Our default precision on CUDA, and kernels that give the same bits twice."""
+    if o.cuda:
+        choose_kernels(tf32=True)
 
 
 def seconds(work: Callable[[], object], device: str = "cpu") -> float:

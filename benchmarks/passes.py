@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.frame import Figure, Options, take_turns
+from benchmarks.frame import Figure, Options, settle, take_turns
 from benchmarks.images import digits
 from benchmarks.nets import batch, placed, release, vgg16
 from uefl.noise import sampling
@@ -15,6 +15,7 @@ PASSES = 20
 
 
 def run(o: Options) -> Iterator[Figure]:
+    settle(o)
     images = digits(o.data)
     nets = {"release's MNIST net": (release(tiny=o.tiny), 1024 if o.cuda else 64)}
     if not o.tiny:

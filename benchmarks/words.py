@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.frame import Figure, Options, take_turns
+from benchmarks.frame import Figure, Options, settle, take_turns
 from benchmarks.images import digits
 from benchmarks.nets import batch, placed, release
 from uefl.codebook import Codebook
@@ -16,6 +16,7 @@ WORDS = (64, 256, 1024)
 
 
 def run(o: Options) -> Iterator[Figure]:
+    settle(o)
     n = 4 if o.tiny else 1024 if o.cuda else 32
     net = placed(release(tiny=o.tiny), o.device).train()
     x, y = batch(digits(o.data), n, net.shape, o.device)

@@ -41,11 +41,16 @@ def _scramble(h: Tensor) -> Tensor:
 def bits(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
     """n words of 32 random bits as int32; `k` is a key, or an int64 tensor that holds one."""
     k = k if isinstance(k, Tensor) else torch.tensor(k, device=device)
+    if k.is_cuda and not torch.compiler.is_compiling():  # a compiler makes one kernel of it, too
+        from uefl.hashing import Hashed  # needs Triton, which comes with torch for CUDA alone
+
+        drawn: Tensor = Hashed.apply(k, n)  # type: ignore[no-untyped-call]
+        return drawn
     low, high = (k & 0xFFFFFFFF).to(torch.int32), (k >> 32).to(torch.int32)
     counter = torch.arange(n, dtype=torch.int32, device=k.device)
     blocks = torch.split(counter, _BLOCK) if counter.device.type == "cpu" and n > _BLOCK else (counter,)
-    drawn = [_scramble(_scramble(block ^ low) + high) for block in blocks]
-    return torch.cat(drawn, -1) if len(drawn) > 1 else drawn[0]
+    words = [_scramble(_scramble(block ^ low) + high) for block in blocks]
+    return torch.cat(words, -1) if len(words) > 1 else words[0]
 
 
 def uniform(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:

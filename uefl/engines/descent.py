@@ -22,8 +22,11 @@ class Descent:
         self.local, self.params, self.times = local, params, times
         entries = ("exp_avg", "exp_avg_sq") if local.optimizer != "sgd" else ("momentum_buffer",) * bool(local.momentum)
         self.state = {entry: {n: torch.zeros_like(p) for n, p in params.items()} for entry in entries}
+        # On CUDA the fused kernel knows rates in single precision alone.
+        self.fused = not any(p.is_cuda and p.dtype == torch.float64 for p in params.values())
         if local.optimizer != "sgd":
-            self.state["step"] = {n: torch.zeros(len(p), device=p.device) for n, p in params.items()}
+            kind = torch.float32 if self.fused else torch.float64
+            self.state["step"] = {n: torch.zeros(len(p), dtype=kind, device=p.device) for n, p in params.items()}
 
     def clear(self) -> None:
         for tensors in self.state.values():
@@ -45,7 +48,7 @@ class Descent:
             p.addcmul_(g, rate, value=-1)
 
     def _adam(self, gradients: State, at: slice, rate: Tensor) -> None:
-        """By torch's own fused kernel, which takes lists of tensors, each with its count of steps.
+        """By torch's own kernel for lists of tensors, each with its count of steps.
 
         A dozen kernels a weight would be a sixth of a step of a large network.
         """
@@ -61,7 +64,9 @@ class Descent:
             squares,
             [],
             steps,
-            fused=True,
+            fused=self.fused,
+            foreach=not self.fused,
+            capturable=not self.fused,
             amsgrad=False,
             beta1=FIRST,
             beta2=SECOND,
