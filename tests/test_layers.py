@@ -13,6 +13,7 @@ ROOT = Path(uefl.__file__).parent
 FOUNDATION = {
     "errors",
     "noise",
+    "hashing",
     "codebook",
     "gaussian",
     "kmeans",

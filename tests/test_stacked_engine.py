@@ -67,6 +67,26 @@ def test_agrees_with_the_serial_engine(setup):
     assert [alike(a, b) for a, b in zip(records, expected, strict=True)] == [""] * len(expected)
 
 
+def unable(*_: Any) -> Any:
+    raise RuntimeError("this compiler cannot do anything")
+
+
+@pytest.mark.parametrize(
+    ("setup", "backend"),
+    [("one at a time", "aot_eager"), ("fediir", "aot_eager"), ("vhl", "aot_eager"), ("own norm statistics", unable)],
+)
+def test_compiled_code_agrees_where_a_compiler_can_and_where_it_cannot(setup, backend, monkeypatch):
+    """FedIIR takes a gradient of a gradient, VHL reads the epoch."""
+    monkeypatch.setattr("uefl.engines.compiling.BACKEND", backend)
+    torch._dynamo.reset()
+    method, _ = SETUPS[setup]
+    engine = partial(Stacked, chunk=1, compiled=True)
+    ours, _ = play(method, clients(method, dtype=torch.float64, engine=engine), 2)
+    theirs, _ = play(method, clients(method, dtype=torch.float64), 2)
+    for name, tensor in theirs.state.items():
+        torch.testing.assert_close(ours.state[name], tensor, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["uefl", "scaffold", "fedcr", "fedsr"])
 def test_silos_keep_the_same_on_both_engines(name):
     method = short(ALGORITHMS[name])

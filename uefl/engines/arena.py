@@ -36,6 +36,10 @@ class Arena:
         self.rate = like.new_zeros(())
         self.steps: dict[Any, Captured] = {}
         self.losses: dict[Any, Callable[..., Tensor]] = {}  # compiled
+        # Losses that ran at least once, those of them that read the epoch, and those that no compiler can do.
+        self.known: set[Any] = set()
+        self.timely: set[Any] = set()
+        self.beyond: set[Any] = set()
         self.pool: Any = None  # memory of all captured steps: they leave nothing behind but what they wrote in place
 
     def fill(self, seen: Stack, updates: Sequence[Update], rate: float) -> None:
@@ -62,8 +66,8 @@ class Arena:
                             place.copy_(t)  # type: ignore[arg-type]
         # A bound method stays equal from round to round; a loss made anew may have anything of this round in it.
         if [u.loss for u in updates] != [u.loss for u in self.updates]:
-            self.steps.clear()
-            self.losses.clear()
+            for gone in (self.steps, self.losses, self.known, self.timely, self.beyond):
+                gone.clear()
             self.pool = None  # a pool without steps is gone
         self.updates = updates
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from uefl.engines.arena import Arena
-from uefl.engines.compiling import compiled, quiet
+from uefl.engines.compiling import Compiler
 from uefl.engines.mapping import Mapping
 from uefl.engines.serial import Serial, laid_out
 from uefl.engines.stack import Stack, rows, spoken, stacked, to_host
@@ -35,7 +35,6 @@ from uefl.federation import (
     Silo,
     Split,
     State,
-    Update,
     batches,
     gathered,
     is_words,
@@ -47,13 +46,13 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class Watched(Batch):
-    """A batch that notes whether a loss reads the epoch, which a captured step cannot see change."""
+    """A batch that tells when a loss reads the epoch, which a captured step cannot see change."""
 
-    read = False
+    tell: Callable[[], None]
 
     @property
     def epoch(self) -> int:
-        Watched.read = True
+        self.tell()
         return int(self[3])
 
 
@@ -73,13 +72,14 @@ class Stacked(Serial):
         super().__init__(silos, net, **others)
         if self._foreign:
             raise InputError("engine=stacked needs uefl's Dropout in the network, not torch's: use engine=serial")
-        self.chunk, self.compiled = chunk, compiled
+        self.chunk = chunk
         self.captured = captured and self.device.type == "cuda"  # steps as CUDA graphs
         self._flat = {split: self._joined(split) for split in SPLITS}
         self._layers = [name for name, m in self.net.named_modules() if isinstance(m, Noise)]
         self._learn = {n for n, _ in self.net.named_parameters()}
         self._numbers = numbers(self.net, next(iter(self.silos.values())).test.x.shape[1:])
         self._arenas: dict[Any, Arena] = {}
+        self._compiler = Compiler(self.net, self._learn, self._noises, self._precise) if compiled else None
 
     def fit(self, method: Method, say: Broadcast, *, measure: bool = True) -> Iterator[Reply]:
         used = set()
@@ -212,7 +212,7 @@ class Stacked(Serial):
         if not self.captured:
             step(index, keys, steps)
             return
-        sign = (some.start, some.stop, index.shape[1], epoch if Watched.read else 0)
+        sign = (some.start, some.stop, index.shape[1], epoch if arena.timely else 0)
         arena.step(sign, step, index, keys, steps)
 
     def _descend(
@@ -221,59 +221,32 @@ class Stacked(Serial):
         x, y = self._batch("train", index)
         part = arena.stack.at(some)
         for update, descent in zip(arena.updates, arena.descents):
-            moving = {n: part.own[n].detach().requires_grad_() for n in descent.params}
 
             def loss(model: Model, x: Tensor, y: Tensor, step: Tensor, loss: Any = update.loss) -> Tensor:
+                batch = Watched(x, y, step, epoch)
+                batch.tell = lambda: arena.timely.add(loss)
                 with self._precise():
-                    found: Tensor = loss(model, Watched(x, y, step, epoch))
+                    found: Tensor = loss(model, batch)
                 return found
 
             def adjusted(model: Model, gradients: State) -> State:
                 changed = method.adjust(model, gradients)
                 return dict(zip(changed, method.local.clipped(list(changed.values()))))
 
-            with quiet() if self.compiled else nullcontext():
-                if self.compiled and len(arena.stack.names) == 1:
-                    total, moving = self._compiled_loss(arena, update, epoch, keys, x, y)
-                else:
-                    total = self._over(part._replace(own={**part.own, **moving}), keys, loss, x, y, steps).sum()
-                found = torch.autograd.grad(total, list(moving.values()), allow_unused=True)
-            gradients = {n: g.reshape(part.own[n].shape) for n, g in zip(moving, found) if g is not None}
-            with torch.no_grad():
-                descent.step(self._over(part, keys, adjusted, gradients), some, arena.rate)
-
-    def _compiled_loss(
-        self, arena: Arena, update: Update, epoch: int, keys: Tensor, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, State]:
-        """The loss of a stack of one by compiled code, and the weights that learn from it.
-
-        The network itself is bound to the stack's memory: its own tensors are what a compiler sees best.
-        """
-        stack = arena.stack
-        for n, t in stack.own.items():
-            owner, _, leaf = n.rpartition(".")
-            module = self.net.get_submodule(owner)
-            places = module._parameters if n in self._learn else module._buffers
-            mine = places[leaf]
-            if mine is None or mine.data_ptr() != t.data_ptr() or mine.shape != t.shape[1:]:
-                places[leaf] = nn.Parameter(t[0]) if n in self._learn else t[0]
-        for layer in self._noises:
-            layer.key.copy_(keys[0])
-        sign = (update.loss, epoch if Watched.read else 0)
-        if sign not in arena.losses:
-            alone = {n: t[0] for n, t in stack.received.items()}
-            kept = {n: t[0] for n, t in stack.kept.items()}
-            params = dict(self.net.named_parameters())
-            model = Model(self.net, params, sent=stack.sent, received={**stack.said, **alone}, kept=kept)
-
-            def loss(x: Tensor, y: Tensor) -> Tensor:
-                with self._precise():
-                    found: Tensor = update.loss(model, Batch(x, y, 0, epoch))
+            def total(own: State, part: Stack = part, loss: Any = loss) -> Tensor:
+                found: Tensor = self._over(part._replace(own=own), keys, loss, x, y, steps).sum()
                 return found
 
-            arena.losses[sign] = compiled(loss)
-        learn = {n: p for n, p in self.net.named_parameters() if update.learns(n)}
-        return arena.losses[sign](x[0], y[0]), learn
+            gradients: State | None = None
+            if self._compiler:
+                plainly = partial(total, part.own)
+                gradients = self._compiler.gradients(arena, update, keys, Batch(x, y, 0, epoch), plainly)
+            if gradients is None:
+                moving = {n: part.own[n].detach().requires_grad_() for n in descent.params}
+                found = torch.autograd.grad(total({**part.own, **moving}), list(moving.values()), allow_unused=True)
+                gradients = {n: g for n, g in zip(moving, found) if g is not None}
+            with torch.no_grad():
+                descent.step(self._over(part, keys, adjusted, gradients), some, arena.rate)
 
     def _finished(self, method: Method, stack: Stack, steps: list[int], rate: float) -> tuple[list[State], list[State]]:
         """What each silo sends beside its weights, and what it keeps; silos of one size together."""
