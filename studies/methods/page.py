@@ -77,8 +77,14 @@ def found(name: str, method: str, lines: Sequence[Line]) -> dict[int, Line]:
     return {job.seed: line for job in jobs for line in lines if job.is_in([line])}
 
 
-def complete(*rows: Mapping[int, Line]) -> bool:
-    return all(set(row) == set(SEEDS) for row in rows)
+def seeds_of(*rows: Mapping[int, Line]) -> list[int]:
+    """The seeds that all of them have."""
+    return [seed for seed in SEEDS if all(seed in row for row in rows)]
+
+
+def mark(seeds: Sequence[int]) -> str:
+    """Figures of fewer seeds than all say so."""
+    return "" if len(seeds) == len(SEEDS) else f" (incomplete: {len(seeds)} of {len(SEEDS)} seeds)"
 
 
 # --- one set-up ---------------------------------------------------------------------------------------------------
@@ -141,12 +147,13 @@ def _words(set_up: SetUp, method: str) -> Words:
 
 
 def _results(set_up: SetUp, mine: Mapping[int, Line], base: Mapping[int, Line]) -> list[str]:
-    if not complete(mine, base):
-        return [f"incomplete: {len(mine)} of {len(SEEDS)} seeds", "", ""]
-    accuracy, entropy = ({s: line[set_up.level][m] for s, line in mine.items()} for m in ("mA", "mE"))
-    gain = [100 * (accuracy[s] - base[s][set_up.level]["mA"]) for s in SEEDS]
+    seeds = seeds_of(mine, base)
+    if len(seeds) < 2:
+        return [mark(seeds).strip(), "", ""]
+    accuracy, entropy = ({s: mine[s][set_up.level][m] for s in seeds} for m in ("mA", "mE"))
+    gain = [100 * (accuracy[s] - base[s][set_up.level]["mA"]) for s in seeds]
     against = "" if mine == base else _spread(gain, 2, sign=True)
-    return [_spread([100 * a for a in accuracy.values()], 2), against, _spread(list(entropy.values()), 3)]
+    return [_spread([100 * a for a in accuracy.values()], 2) + mark(seeds), against, _spread(list(entropy.values()), 3)]
 
 
 def _spread(values: Sequence[float], digits: int, *, sign: bool = False) -> str:
@@ -211,14 +218,23 @@ def books(lines: Sequence[Line]) -> str:
     for name, pairs in BOOKS.items():
         for plain, booked in pairs.items():
             without, having = found(name, plain, lines), found(name, booked, lines)
-            cells = ["incomplete", *[""] * 5]
-            if complete(without, having):
-                cells = [*_pair(without, having, "mA", 100, 2), *_pair(without, having, "mE", 1, 3)]
+            seeds = seeds_of(without, having)
+            cells = [mark(seeds).strip(), *[""] * 5]
+            if len(seeds) > 1:
+                cells = [*_pair(without, having, seeds, "mA", 100, 2), *_pair(without, having, seeds, "mE", 1, 3)]
+                cells[0] += mark(seeds)
             label = f"{plain} (with: UEFL)" if booked == "UEFL" else plain
             rows.append([label, f"`{name}`", *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _pair(without: Mapping[int, Line], having: Mapping[int, Line], metric: str, times: float, digits: int) -> list[str]:
-    a, b = ([times * row[seed][LEVEL][metric] for seed in SEEDS] for row in (without, having))
+def _pair(
+    without: Mapping[int, Line],
+    having: Mapping[int, Line],
+    seeds: Sequence[int],
+    metric: str,
+    times: float,
+    digits: int,
+) -> list[str]:
+    a, b = ([times * row[seed][LEVEL][metric] for seed in seeds] for row in (without, having))
     return [_spread(a, digits), _spread(b, digits), _spread([y - x for x, y in zip(a, b)], digits, sign=True)]
