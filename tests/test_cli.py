@@ -47,8 +47,10 @@ def uefl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["run", "--device", "cuda:99"], "is not to be had here; allowed: cpu"),
         (["run", "precision=tf32"], "tf32 is for CUDA devices, on cpu there are float32 and float64"),
         (["run", "--threads", "0"], "threads=0 must be at least 1"),
-        (["run", "--engine", "fast"], "unknown engine 'fast'; known: auto, serial, stacked, flower"),
+        (["run", "--engine", "fast"], "unknown engine 'fast'; known: auto, serial, stacked, compiled, flower"),
         (["run", "pooled", "--engine", "flower"], "pooled cannot run on Flower: it needs all data in one place"),
+        (["run", "--engine", "compiled"], "engine=compiled is for CUDA devices"),
+        (["compare", "--seeds", "0,1", "seed=3"], "seed=3 and --seeds 0,1 do not go together"),
         (["list", "everything"], "unknown list 'everything'; known: methods"),
         (["show", "."], "is not a run folder"),
     ],
@@ -112,9 +114,19 @@ def test_compare_says_who_was_uncertain_and_ends_with_one_table(tmp_path: Path) 
     assert "uefl: after round 3," in answer.stdout
     assert "words of their own" in answer.stdout
     assert all(word in answer.stdout for word in ("D1-1", "D3 (120°)", "mA, mE, mP", "the better by validation"))
-    assert list(tmp_path.glob("compare-*/figure.png"))
+    (picture,) = tmp_path.glob("compare-*/figure.png")
+    shown = uefl("show", str(picture.parent))
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.strip() in answer.stdout
     again = uefl("compare", *TINY, "--out", str(tmp_path))
     assert again.stdout.count("finished before") == 3
+
+
+def test_a_run_whose_replies_are_all_useless_says_so(tmp_path: Path) -> None:
+    answer = uefl("run", "fedavg", *BARE, "local.rate=1e12", "--out", str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    assert "no reply could be used" in answer.stdout
+    assert "no reply could be used" not in uefl("run", "fedavg", *BARE, "--out", str(tmp_path)).stdout
 
 
 def test_a_setting_reaches_every_method_that_has_it() -> None:

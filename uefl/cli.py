@@ -109,6 +109,8 @@ def compare(
     if not any(word.partition("=")[0].endswith("normalise") for word in given):
         experiments = compare_.strong(experiments)
     where = compare_.Where(device, threads, workers, engine)
+    if seeds and (one := next((word for word in given if word.startswith("seed=")), "")):
+        raise InputError(f"{one} and --seeds {seeds} do not go together: give one of them")
     if seeds:
         compare_seeds(experiments, parsed_seeds(seeds), out, where, Console())
     else:
@@ -124,7 +126,7 @@ def list_(
 
 
 @app.command()
-def show(folder: Annotated[list[Path], typer.Argument(help="folders of finished runs, side by side")]) -> None:
+def show(folder: Annotated[list[Path], typer.Argument(help="folders of finished runs or of comparisons")]) -> None:
     """Show finished runs as one table."""
     showing.showing(folder, Console())
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from uefl.errors import InputError
+from uefl.records import Record, read
 
 LEVEL = "mean of last 5"
 COLUMNS = (("accuracy", "acc."), ("entropy", "entropy"), ("perplexity", "perpl."), ("words", "words"))
@@ -75,6 +76,25 @@ def extensions(runs: Mapping[str, Path]) -> list[str]:
         for step in summary(folder)["extensions"]:
             lines.append(f"{name}: " + decided(step["round"], step["uncertain"], step["new_words"]))
     return lines
+
+
+def unheard(runs: Mapping[str, Path]) -> list[str]:
+    """In words, the runs in which rounds went by without a single usable reply."""
+    lines = []
+    for name, folder in runs.items():
+        rounds = read(folder / "records.jsonl")
+        lost = [r["round"] for r in rounds if r["silos"] and all("refused" in mine for mine in trained(r))]
+        if lost:
+            lines.append(
+                f"{name}: in {len(lost)} of {len(rounds)} rounds, the first of them {lost[0]}, no reply could be used and "
+                "the model stayed as it was; a smaller local.rate may help"
+            )
+    return lines
+
+
+def trained(record: Record) -> list[Record]:
+    """The silos that sent something in a round."""
+    return [mine for mine in record["silos"].values() if "up" in mine] or [{}]
 
 
 def decided(round_: int, uncertain: Sequence[str], new_words: Mapping[str, int]) -> str:

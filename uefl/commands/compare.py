@@ -21,11 +21,12 @@ from uefl.checkpoint import made, write_text
 from uefl.display import Display
 from uefl.errors import InputError
 from uefl.experiment import Experiment
-from uefl.report import beside, extensions, summary
+from uefl.report import beside, extensions, summary, unheard
 from uefl.run import RECORDS, run
 from uefl.side_by_side import side_by_side
 
 PLAIN = "fedavg, no layer norm"
+COMPARED = "compare.json"  # in the folder of a comparison: which runs it is of
 
 
 def strong(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
@@ -98,7 +99,7 @@ def chosen(folders: Mapping[str, Path], console: Console) -> dict[str, Path]:
 
 def show(folders: Mapping[str, Path], out: Path, console: Console) -> None:
     """The table, what happened in words, and where everything lies."""
-    for line in extensions(folders):
+    for line in extensions(folders) + unheard(folders):
         console.print(line, soft_wrap=True)
     console.print(beside(folders))
     if len(folders) == 1:
@@ -112,6 +113,6 @@ def show(folders: Mapping[str, Path], out: Path, console: Console) -> None:
     if not picture.exists():
         curves({name: records.read(folder / RECORDS) for name, folder in folders.items()}, picture)
         about = {"command": shlex.join(["uefl", *sys.argv[1:]]), "runs": {n: f.name for n, f in folders.items()}}
-        write_text(together / "compare.json", json.dumps(about, indent=1) + "\n")
+        write_text(together / COMPARED, json.dumps(about, indent=1) + "\n")
     console.print("run folders: " + ", ".join(str(f) for f in folders.values()), soft_wrap=True)
     console.print(f"picture:     {picture}", soft_wrap=True)

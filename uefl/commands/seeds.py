@@ -20,6 +20,7 @@ from uefl.experiment import Experiment
 from uefl.report import LEVEL, summary
 from uefl.run import HEADER
 
+SEEDS = "seeds.md"  # in the folder of such a comparison: its table
 METRICS = ("mA", "mE", "mP")
 
 
@@ -43,7 +44,7 @@ def compare_seeds(
     table = markdown(lines)
     together = folder_of(folders, out)
     write_text(together / "seeds.jsonl", "".join(json.dumps(one) + "\n" for one in lines))
-    write_text(together / "seeds.md", f"`{shlex.join(['uefl', *sys.argv[1:]])}`\n\n{table}")
+    write_text(together / SEEDS, f"`{shlex.join(['uefl', *sys.argv[1:]])}`\n\n{table}")
     console.print(table, markup=False, soft_wrap=True)
     console.print(f"kept in {together}", soft_wrap=True)
 
