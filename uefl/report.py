@@ -86,8 +86,8 @@ def unheard(runs: Mapping[str, Path]) -> list[str]:
         lost = [r["round"] for r in rounds if r["silos"] and all("refused" in mine for mine in trained(r))]
         if lost:
             lines.append(
-                f"{name}: in {len(lost)} of {len(rounds)} rounds, the first of them {lost[0]}, no reply could be used and "
-                "the model stayed as it was; a smaller local.rate may help"
+                f"{name}: in {len(lost)} of {len(rounds)} rounds, the first of them {lost[0]}, no reply could be used "
+                "and the model stayed as it was; a smaller local.rate may help"
             )
     return lines
 
