@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.eager import Eager
@@ -60,10 +62,39 @@ def rounds(contenders: dict[str, Ours], peer: Eager, steps: float, o: Options) -
         spent = [seconds(ours.train, o.device) for _ in range(o.repeats)]
         yield Figure(who, "training alone", "s", spent)
         yield Figure(who, "while training", "TFLOP/s", [flops / s / 1e12 for s in spent])
+    if o.cuda:
+        yield from shares(US, contenders[US], o)
     x, y, _, _ = peer.parts[0]
     spent = [seconds(lambda: peer.train(x, y), o.device) * len(peer.parts) for _ in range(o.repeats)]
     yield Figure("eager loop", "training alone", "s", spent)
     yield Figure("eager loop", "while training", "TFLOP/s", [flops / s / 1e12 for s in spent])
+
+
+KERNELS = {  # what a kernel's name says it does; the first that fits
+    "optimiser": ("adam", "multi_tensor_apply", "FusedOptimizer"),
+    "convolutions and products": (
+        *("xmma", "cutlass", "gemm", "convolve", "wgrad", "dgrad", "fprop", "Nhwc", "cudnn", "cublas", "nvjet"),
+        *("_forward", "_filters"),  # our own
+    ),
+    "copies": ("Memcpy", "Memset"),
+    "element by element, norms, pooling": ("",),
+}
+
+
+def shares(who: str, ours: Ours, o: Options) -> Iterator[Figure]:
+    """Where the device's time goes in a round's training, by kind of kernel; the rest of the time it is idle."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        spent = seconds(ours.train, o.device)
+    kinds = dict.fromkeys(KERNELS, 0.0)
+    for event in seen.key_averages():
+        if event.device_type == DeviceType.CUDA:
+            kinds[kind_of(event.key)] += event.self_device_time_total / 1e6
+    for kind, busy in {**kinds, "idle": spent - sum(kinds.values())}.items():
+        yield Figure(who, f"training alone: {kind}", "s", [busy], f"{100 * busy / spent:.0f} % of {spent:.2f} s")
+
+
+def kind_of(kernel: str) -> str:
+    return next(kind for kind, names in KERNELS.items() if any(name in kernel for name in names))
 
 
 def step_flops(peer: Eager) -> float:

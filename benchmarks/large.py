@@ -19,7 +19,9 @@ from uefl.models.residual import ResidualEncoder
 
 def run(o: Options) -> Iterator[Figure]:
     count, train, test, width = (2, 64, 32, 8) if o.tiny else (9, 2000, 500, 128)
-    local = Local(optimizer="adam", rate=1e-3, batch=32 if o.tiny else 1024, epochs=2 if o.tiny else 20)
+    local = Local(
+        optimizer="adam", rate=1e-3, batch=32 if o.tiny else 1024, epochs=2 if o.tiny else 20, evaluation_batch=512
+    )
     book = Book(words=64, segments=1, first="gaussian", warm_up=0, commitment=0.25, codeword=1.0)
     method = UEFL(rounds=50, iterations=1, local=local, codebook=book, watch_local=False)
     torch.manual_seed(0)

@@ -58,9 +58,9 @@ def floor(net: Net, peer: Eager, images: int, count: int, steps: int, o: Options
     """The least a round's training can take: the larger of its operations and its bytes, by this device's own rates."""
     product, copy = rates(o)
     weights = 4 * count * sum(p.numel() for p in net.parameters())
-    from uefl.engines.stacking import numbers
+    from uefl.engines.stacking import size_of
 
-    activations = 2 * images * numbers(net.to(o.device), (3, 32, 32))
+    activations = 2 * images * size_of(net.to(o.device), (3, 32, 32)).total
     # Weights: read forward and backward, gradients written and read, weights read and written. Activations: written
     # and read in both directions, in half precision.
     moved = 6 * weights + 4 * activations

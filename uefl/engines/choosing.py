@@ -12,7 +12,7 @@ from torch.func import functional_call, vmap
 from uefl.engines.mapping import Mapping
 from uefl.engines.serial import Serial, foreign
 from uefl.engines.stacked import Stacked
-from uefl.engines.stacking import fills_a_device, numbers
+from uefl.engines.stacking import fills_a_device, size_of
 from uefl.errors import InputError
 from uefl.federation import Silo
 from uefl.local import Local
@@ -35,7 +35,7 @@ def chosen(name: str, device: str, net: nn.Module, silos: Sequence[Silo], local:
     if not device.startswith("cuda") or not mappable(net, shape):  # on CPU vmap makes convolutions slower
         return "serial"
     steps = sum(-(-len(silo.train.y) // local.batch) for silo in silos) * local.epochs * rounds
-    large = fills_a_device(numbers(net, shape) * local.batch)
+    large = fills_a_device(size_of(net, shape), local.batch)
     return "compiled" if large and steps >= WORTH else "stacked"
 
 

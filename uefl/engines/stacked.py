@@ -23,7 +23,7 @@ from uefl.engines.compiling import Compiler
 from uefl.engines.mapping import Mapping
 from uefl.engines.serial import Serial, laid_out
 from uefl.engines.stack import Stack, rows, spoken, stacked, to_host
-from uefl.engines.stacking import length, most_together, numbers
+from uefl.engines.stacking import length, most_together, size_of
 from uefl.errors import InputError
 from uefl.federation import (
     Batch,
@@ -77,7 +77,7 @@ class Stacked(Serial):
         self._flat = {split: self._joined(split) for split in SPLITS}
         self._layers = [name for name, m in self.net.named_modules() if isinstance(m, Noise)]
         self._learn = {n for n, _ in self.net.named_parameters()}
-        self._numbers = numbers(self.net, next(iter(self.silos.values())).test.x.shape[1:])
+        self._size = size_of(self.net, next(iter(self.silos.values())).test.x.shape[1:])
         self._arenas: dict[Any, Arena] = {}
         self._compiler = Compiler(self.net, self._learn, self._noises, self._precise) if compiled else None
 
@@ -151,7 +151,7 @@ class Stacked(Serial):
             rest = {n: t for n, t in kept.items() if n not in own}
             shape = tuple(sorted((n, tuple(t.shape)) for n, t in {**words, **rest}.items()))
             alike.setdefault(shape, []).append((name, words, own, rest))
-        most = self.chunk or most_together(self._numbers * batch, self.device.type)
+        most = self.chunk or most_together(self._size, batch, self.device.type)
         for group in alike.values():
             for start in range(0, len(group), most):
                 names, words_, own_, rest_ = zip(*group[start : start + most])
