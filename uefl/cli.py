@@ -141,6 +141,10 @@ def main() -> None:
     except InputError as e:
         print(f"uefl: {e}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
+    except torch.OutOfMemoryError as e:
+        why = str(e).partition(". ")[0]  # the rest is advice to developers
+        print(f"uefl: the device is out of memory ({why}); a smaller local.batch needs less", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
     except Stopped as e:
         print(f"uefl: {e}", file=sys.stderr)  # noqa: T201
         sys.exit(3)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
+TRITON = find_spec("triton") is not None  # comes with torch for CUDA, but not everywhere
 _LOW31 = 0x7FFFFFFF
 _BLOCK = 1 << 17  # words hashed at once on a CPU: half a megabyte stays in a core's cache
 
@@ -41,8 +43,8 @@ def _scramble(h: Tensor) -> Tensor:
 def bits(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
     """n words of 32 random bits as int32; `k` is a key, or an int64 tensor that holds one."""
     k = k if isinstance(k, Tensor) else torch.tensor(k, device=device)
-    if k.is_cuda and not torch.compiler.is_compiling():  # a compiler makes one kernel of it, too
-        from uefl.hashing import Hashed  # needs Triton, which comes with torch for CUDA alone
+    if TRITON and k.is_cuda and not torch.compiler.is_compiling():  # a compiler makes one kernel of it, too
+        from uefl.hashing import Hashed
 
         drawn: Tensor = Hashed.apply(k, n)  # type: ignore[no-untyped-call]
         return drawn

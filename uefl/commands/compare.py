@@ -55,7 +55,7 @@ def compare(experiments: Mapping[str, Experiment], out: Path, where: Where, cons
 def ran(experiments: Mapping[str, Experiment], out: Path, where: Where, console: Console) -> dict[str, Path]:
     """Run experiments, each in its folder, with live progress."""
     device, threads, workers, engine = where
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+    if device not in _devices():
         raise InputError(f"device={device} is not to be had here; allowed: {', '.join(_devices())}")
     if threads < 1:
         raise InputError(f"threads={threads} must be at least 1")
@@ -72,7 +72,8 @@ def ran(experiments: Mapping[str, Experiment], out: Path, where: Where, console:
 
 
 def _devices() -> list[str]:
-    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(["cuda"] if count else []), *(f"cuda:{i}" for i in range(count))]
 
 
 def folder_of(folders: Mapping[str, Path], out: Path) -> Path:

@@ -29,7 +29,7 @@ class Mapping(TorchFunctionMode):
         if func is F.batch_norm:
             return batch_norm(*args, **(kwargs or {}))
         if self.convolve and func is torch.conv2d and not kwargs:
-            from uefl.engines.convolution import Mapped, plain  # needs Triton, which comes with torch for CUDA alone
+            from uefl.engines.convolution import Mapped, plain  # needs Triton
 
             if plain(*args):
                 x, w, bias, _, pad, *_ = args

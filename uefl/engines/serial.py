@@ -54,6 +54,8 @@ class Serial:
             raise InputError(f"{multiply} is for CUDA devices, on {self.device.type} there are float32 and float64")
         self.multiply = multiply
         if self.device.type == "cuda":
+            if self.device.index is not None:
+                torch.cuda.set_device(self.device)  # kernels of Triton and graphs go where the process is
             choose_kernels(tf32=multiply != "exact")
         ordered = sorted(silos, key=lambda silo: silo.name)  # the order given changes nothing
         self.silos = {silo.name: self._placed(silo) for silo in ordered}

@@ -40,7 +40,7 @@ from uefl.federation import (
     is_words,
     size_in_bytes,
 )
-from uefl.noise import Noise, key, permutations
+from uefl.noise import TRITON, Noise, key, permutations
 
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
@@ -334,7 +334,7 @@ class Stacked(Serial):
 
         given = (stack.own, stack.received, stack.kept, keys, *inputs)
         if len(stack.names) > 1:
-            with Mapping(convolve=self.multiply != "exact"):
+            with Mapping(convolve=TRITON and self.multiply != "exact"):
                 return vmap(one)(*given)
         return tree_map(lambda t: t.unsqueeze(0), one(*tree_map(lambda t: t.squeeze(0), given)))
 
