@@ -24,6 +24,8 @@ def save_checkpoint(path: Path, server: Server, kept: dict[str, State]) -> None:
     tensors |= {f"memory/{n}": t for n, t in server.memory.items()}
     tensors |= {f"kept/{silo}/{n}": t for silo, mine in kept.items() for n, t in mine.items()}
     values = {name: getattr(server, name) for name in VALUES}
+    # A file sorts names; sums over them, and members of an ensemble, go by the order in which the server has them.
+    values |= {"order": [*server.state], "there": [n for n, t in server.memory.items() if t.device.type != "cpu"]}
     save_tensors(path, {"access": server.access, **tensors}, {"silos": list(server.silos), **values})
 
 
@@ -40,9 +42,11 @@ def load_checkpoint(path: Path, device: torch.device | str) -> tuple[Server, dic
         elif part == "state":
             parts["state"][rest] = tensor.to(device)
         elif part == "memory":
-            parts["memory"][rest] = tensor
-    silos = tuple(values.pop("silos"))
-    return Server(silos, parts["state"], tensors["access"], parts["memory"], **values), kept
+            parts["memory"][rest] = tensor.to(device) if rest in values.get("there", ()) else tensor
+    silos, order = tuple(values.pop("silos")), values.pop("order", [*parts["state"]])
+    values.pop("there", None)
+    state = {n: parts["state"][n] for n in order}
+    return Server(silos, state, tensors["access"], parts["memory"], **values), kept
 
 
 def save_tensors(path: Path, tensors: State, values: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ Legend: n points, D width, k clusters. Memory is bounded by CHUNK distances, how
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -32,7 +34,24 @@ class Clusters(NamedTuple):
 def kmeans(points: Tensor, k: int, *, key: int, weights: Tensor | None = None, iterations: int = 20) -> Clusters:
     """Cluster points [n, D] into k, or into as many as there are distinct points where those are fewer."""
     weights = torch.ones(len(points), device=points.device) if weights is None else weights
-    weights = weights.to(torch.float64)
+    with exactly(points.device.type):
+        return _clusters(points, k, key, weights.to(torch.float64), iterations)
+
+
+@contextmanager
+def exactly(device: str) -> Iterator[None]:
+    """Products in full precision: coarse ones find distances between equal points, and so one word twice."""
+    matmul = torch.backends.cuda.matmul
+    was = matmul.allow_tf32
+    matmul.allow_tf32 = False
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        matmul.allow_tf32 = was
+
+
+def _clusters(points: Tensor, k: int, key: int, weights: Tensor, iterations: int) -> Clusters:
     rungs = _rungs(points, weights, max(RUNG, EACH * k), key)
     centroids = _seed(*rungs[0], k, key)
     for sample, mass in rungs:

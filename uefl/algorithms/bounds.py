@@ -18,6 +18,8 @@ POOL = "pooled"
 class Alone(FedAvg):
     """Every silo trains alone and sends nothing: what a federation must beat to be worth joining."""
 
+    no_codebook: ClassVar[str] = "words are found and granted by a server, and a silo alone has none"
+
     def keeps(self, net: nn.Module) -> Collection[str]:
         return list(net.state_dict())
 

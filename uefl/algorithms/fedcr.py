@@ -39,7 +39,7 @@ class FedCR(FedAvg):
     train_draws: int = 15  # J, codes an image in training
     draws: int = 30  # the same at test time
     blend: float = 1.0  # how much of a new prior replaces the old one, the release's β₂
-    largest: float = 10.0  # norm of the gradient, whatever recipe the local training follows
+    largest: float = 10.0  # norm of the gradient, whatever recipe the local training follows; 0: no limit
 
     no_codebook: ClassVar[str] = "its heads and priors already give every silo its own reading of shared features"
 
@@ -105,7 +105,7 @@ class FedCR(FedAvg):
 
     def adjust(self, model: Model, gradients: State) -> State:
         del model
-        return dict(zip(gradients, clipped(list(gradients.values()), self.largest)))
+        return dict(zip(gradients, clipped(list(gradients.values()), self.largest))) if self.largest else gradients
 
     def finish(self, model: Model, part: Part, *, steps: int, rate: float) -> tuple[State, State]:
         """Per class, the product of this silo's codes: Σ 1/σ² and Σ μ/σ², zero where it has no such image."""

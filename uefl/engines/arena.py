@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Arena:
         self.rate = like.new_zeros(())
         self.steps: dict[Any, Captured] = {}
         self.losses: dict[Any, Callable[..., Tensor]] = {}  # compiled
+        self.bound: State = {}  # the network's own tensors, for compiled code
         # Losses that ran at least once, those of them that read the epoch, and those that no compiler can do.
         self.known: set[Any] = set()
         self.timely: set[Any] = set()
@@ -94,7 +95,7 @@ class Captured:
 
     def __init__(self, step: Callable[..., None], inputs: Sequence[Tensor], pool: Any) -> None:
         self.step, self.inputs, self.pool = step, [t.clone() for t in inputs], pool
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: torch.cuda.CUDAGraph | Literal[False] | None = None  # not yet, or never
         self.calls = 0
 
     def __call__(self, *inputs: Tensor) -> None:
@@ -105,10 +106,22 @@ class Captured:
             self.step(*self.inputs)
             return
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with uncollected(), torch.cuda.graph(self.graph, pool=self.pool):
+            self.graph = self._captured()
+        if self.graph:
+            self.graph.replay()
+        else:
+            self.step(*self.inputs)
+
+    def _captured(self) -> torch.cuda.CUDAGraph | Literal[False]:
+        """The step as a graph, none of it done yet; not everything can be captured, such as a copy from the host."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with uncollected(), torch.cuda.graph(graph, pool=self.pool):
                 self.step(*self.inputs)
-        self.graph.replay()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return False
+        return graph
 
 
 @contextmanager

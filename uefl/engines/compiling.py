@@ -15,7 +15,8 @@ from uefl.federation import Batch, Model, State, Update
 from uefl.noise import Noise
 
 BACKEND: Any = "inductor"  # torch's own
-SHAPES = 64  # of batches and books; torch stops compiling after 8
+SHAPES = 4096  # torch stops compiling after 8 shapes, of all federations in a process
+LIMITS = ("recompile_limit", "accumulated_recompile_limit", "cache_size_limit", "accumulated_cache_size_limit")
 
 
 class Compiler:
@@ -31,7 +32,7 @@ class Compiler:
         self.net, self.learn, self.noises, self.precise = net, learn, noises, precise
 
     def gradients(
-        self, arena: Arena, update: Update, keys: Tensor, batch: Batch, plainly: Callable[[], Tensor]
+        self, arena: Arena, update: Update, keys: Tensor, step: Tensor, batch: Batch, plainly: Callable[[], Tensor]
     ) -> State | None:
         """Gradients of one update of a stack of one silo; none, if that is to be done plainly."""
         if len(arena.stack.names) > 1 or update.loss in arena.beyond:
@@ -47,11 +48,11 @@ class Compiler:
         sign = (update.loss, batch.epoch if update.loss in arena.timely else 0)
         if sign not in arena.losses:
             arena.losses[sign] = self._compiled(arena, update, batch.epoch)
-        moving = {n: p for n, p in self.net.named_parameters() if update.learns(n)}
+        moving = {n: p for n, p in self.net.named_parameters() if n in self.learn and update.learns(n)}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the compiler's hints to its developers
-                loss = arena.losses[sign](batch.x[0], batch.y[0])
+                loss = arena.losses[sign](batch.x[0], batch.y[0], step[0])
                 found = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
         except Exception:  # if the loss itself is at fault, it will say so again when it is done plainly
             restore(arena, before)
@@ -60,14 +61,17 @@ class Compiler:
         return {n: g.unsqueeze(0) for n, g in zip(moving, found) if g is not None}
 
     def _bind(self, arena: Arena) -> None:
-        """Bind the network itself to the stack's memory: its own tensors are what a compiler sees best."""
+        """Bind the network itself to the stack's memory: its own tensors are what a compiler sees best.
+
+        Always the same ones for an arena: compiled code, and losses that read `model.params`, know them by identity.
+        """
         for n, t in arena.stack.own.items():
             owner, _, leaf = n.rpartition(".")
             module = self.net.get_submodule(owner)
-            places = module._parameters if n in self.learn else module._buffers
-            mine = places[leaf]
-            if mine is None or mine.data_ptr() != t.data_ptr() or mine.shape != t.shape[1:]:
-                places[leaf] = nn.Parameter(t[0]) if n in self.learn else t[0]  # type: ignore[assignment]
+            places: Any = module._parameters if leaf in module._parameters else module._buffers
+            if n not in arena.bound:
+                arena.bound[n] = nn.Parameter(t[0], n in self.learn) if places is module._parameters else t[0]
+            places[leaf] = arena.bound[n]
 
     def _compiled(self, arena: Arena, update: Update, epoch: int) -> Callable[..., Tensor]:
         import torch._dynamo as dynamo  # a second of time: only who compiles pays it
@@ -76,14 +80,17 @@ class Compiler:
         stack = arena.stack
         received = {**stack.said, **{n: t[0] for n, t in stack.received.items()}}
         kept = {n: t[0] for n, t in stack.kept.items()}
-        model = Model(self.net, dict(self.net.named_parameters()), sent=stack.sent, received=received, kept=kept)
+        params: State = {n: p for n, p in self.net.named_parameters() if n in self.learn}
+        model = Model(self.net, params, sent=stack.sent, received=received, kept=kept)
 
-        def loss(x: Tensor, y: Tensor) -> Tensor:
+        def loss(x: Tensor, y: Tensor, step: Tensor) -> Tensor:
             with self.precise():
-                found: Tensor = update.loss(model, Batch(x, y, 0, epoch))
+                found: Tensor = update.loss(model, Batch(x, y, step, epoch))
             return found
 
-        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, SHAPES)
+        for name in LIMITS:
+            if hasattr(dynamo.config, name):
+                setattr(dynamo.config, name, max(getattr(dynamo.config, name), SHAPES))
         # No kernel is chosen by a race, so that the next run gives the same bits; older compilers have no such option.
         known = BACKEND == "inductor" and "deterministic" in inductor.list_options()
         options: dict[str, Any] = {"options": {"deterministic": True}} if known else {}

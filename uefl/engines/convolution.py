@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -114,6 +115,7 @@ class Convolution(torch.autograd.Function):
         return _convolved(images, filters, bias, (size[0], size[1]), pad).permute(0, 1, 4, 2, 3)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         images, w = ctx.saved_tensors
         groups, o, c, rows, columns = w.shape
@@ -172,5 +174,5 @@ def plain(
     def one(value: Any) -> bool:
         return value in (1, (1, 1))
 
-    margin = isinstance(pad, int) or (isinstance(pad, tuple) and pad[0] == pad[1])
+    margin = isinstance(pad, int) or (isinstance(pad, tuple) and len(pad) == 2 and pad[0] == pad[1])
     return x.dim() == 4 and groups == 1 and one(stride) and one(dilation) and margin and w.shape[2] == w.shape[3]

@@ -9,8 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
-CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d)
+CONVOLUTIONS = (
+    *(torch.conv1d, torch.conv2d, torch.conv3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+)
 
 
 class Mapping(TorchFunctionMode):
@@ -28,18 +32,31 @@ class Mapping(TorchFunctionMode):
     ) -> Any:
         if func is F.batch_norm:
             return batch_norm(*args, **(kwargs or {}))
-        if self.convolve and func is torch.conv2d and not kwargs:
+        half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        if self.convolve and func is torch.conv2d:
             from uefl.engines.convolution import Mapped, plain  # needs Triton
 
-            if plain(*args):
-                x, w, bias, _, pad, *_ = args
-                dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else w.dtype
-                return Mapped.apply(x, w, bias, pad if isinstance(pad, int) else pad[0], dtype)  # type: ignore[no-untyped-call]
-        if func in CONVOLUTIONS and torch.is_autocast_enabled("cuda"):  # which forgets the bias under `vmap`
+            x, w, bias, stride, pad, *rest = spread(*args, **(kwargs or {}))
+            if plain(x, w, bias, stride, pad, *rest):
+                return Mapped.apply(x, w, bias, pad if isinstance(pad, int) else pad[0], half or w.dtype)  # type: ignore[no-untyped-call]
+        if func in CONVOLUTIONS and half:  # autocast forgets the bias under `vmap`
+            args, kwargs = tree_map(lambda t: t.to(half) if isinstance(t, Tensor) else t, (args, kwargs))
             with torch.autocast("cuda", enabled=False):
-                half = [t.to(torch.get_autocast_dtype("cuda")) if isinstance(t, Tensor) else t for t in args]
-                return func(*half, **(kwargs or {}))
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def spread(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> tuple[Any, ...]:
+    """The arguments of `conv2d`, however they were given."""
+    return input, weight, bias, stride, padding, dilation, groups
 
 
 def batch_norm(

@@ -6,7 +6,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,13 @@ from uefl.federation import (
     State,
     batches,
     gathered,
+    is_words,
     size_in_bytes,
 )
 from uefl.noise import key, noises, permutation, set_key
 
 OPTIMIZER = "optimizer."  # prefix of optimiser state among what a silo keeps
+WORDS = OPTIMIZER + "words"  # which words that state is of
 
 
 class Serial:
@@ -64,7 +66,6 @@ class Serial:
         self.initial = {name: t.clone() for name, t in self.net.state_dict().items()}
         self.memory: dict[str, State] = {}  # what each silo keeps; part of the checkpoint in one process
         self._noises = noises(self.net)
-        self._foreign = foreign(self.net)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -83,7 +84,8 @@ class Serial:
             model = self._receive(method, say, name)
             before = self._measured(method, model, name, say.round - 1, "received ", method.splits) if measure else {}
             self.watch(name, "trains")
-            steps = self._train(method, model, say, name)
+            with self._scope():
+                steps = self._train(method, model, say, name)
             self.net.eval()
             with torch.no_grad():
                 extra, kept = method.finish(model, self.silos[name].train, steps=steps, rate=say.rate)
@@ -123,14 +125,15 @@ class Serial:
 
     def _receive(self, method: Method, say: Broadcast, name: str) -> Model:
         """Bind the network to what this silo receives and to what it kept; the broadcast itself stays untouched."""
-        said = gathered(say.state, say.access[say.silos.index(name)])
-        kept = self.memory.get(name) or self._first(method, name)
+        row = say.access[say.silos.index(name)]
+        said = gathered(say.state, row)
+        kept = still_true(self.memory.get(name) or self._first(method, name), row)
         own = {n: kept.get(n, self.initial[n]) for n in method.keeps(self.net)}
         load(self.net, {**said, **own})
         placed = self.net.state_dict()
         received = {n: placed[n].clone() for n in said}  # in the network's layout, whatever that of the message
         rest = {n: t for n, t in kept.items() if n not in own}
-        params = dict(self.net.named_parameters())
+        params = {n: p for n, p in self.net.named_parameters() if p.requires_grad}
         sent = {n: laid_out(t.to(self.device)) for n, t in say.sent.items()}
         return Model(self.net, params, sent=sent, received=received, kept=rest)
 
@@ -156,14 +159,15 @@ class Serial:
             for cut in batches(len(part.y), local.batch):
                 index = order[cut]
                 batch = Batch(part.x[index], part.y[index], step, epoch)
-                with self._drawing(key(self.seed, name, say.round, step, "train")):
-                    for update, params, optimizer in optimizers:
-                        with self._precise():
-                            loss = update.loss(model, batch)
-                        descend(method, model, loss, params, optimizer)
+                self._draw(key(self.seed, name, say.round, step, "train"))
+                for update, params, optimizer in optimizers:
+                    with self._precise():
+                        loss = update.loss(model, batch)
+                    descend(method, model, loss, params, optimizer)
                 step += 1
         if not local.fresh:
             model.kept |= saved(model, [optimizer for *_, optimizer in optimizers])
+            model.kept[WORDS] = indices(say.access[say.silos.index(name)])
         return step
 
     def _measured(
@@ -177,6 +181,12 @@ class Serial:
         self, method: Method, task: str, model: Model, name: str, round_: int, on: Sequence[Split]
     ) -> dict[str, State]:
         """A task over parts of a silo's data: sums over batches, or one answer from the whole. No data, no answer."""
+        with self._scope():
+            return self._asked(method, task, model, name, round_, on)
+
+    def _asked(
+        self, method: Method, task: str, model: Model, name: str, round_: int, on: Sequence[Split]
+    ) -> dict[str, State]:
         do = getattr(method, task)
         answers: dict[str, State] = {}
         self.net.eval()
@@ -185,8 +195,8 @@ class Serial:
             size = len(part.y) if getattr(do, "whole", False) else method.local.evaluation_batch
             answer: State = {}
             for i, cut in enumerate(batches(len(part.y), max(size, 1))):
-                address = key(self.seed, name, round_, i, task, split)
-                with torch.no_grad(), self._drawing(address), self._precise():
+                self._draw(key(self.seed, name, round_, i, task, split))
+                with torch.no_grad(), self._precise():
                     sums = do(model, Batch(part.x[cut], part.y[cut], i))
                 answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
             if answer:
@@ -206,16 +216,16 @@ class Serial:
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
-    @contextmanager
-    def _drawing(self, address: int) -> Iterator[None]:
-        """Address all draws: our layers by key; a user's `nn.Dropout` by torch's generator, seeded in a scope."""
+    def _draw(self, address: int) -> None:
+        """Address the next draws: our layers' by key, whatever else a user's network draws by torch's generators."""
         set_key(self._noises, address)
-        if not self._foreign:
-            yield
-            return
-        with torch.random.fork_rng():
-            torch.manual_seed(address)
-            yield
+        torch.default_generator.manual_seed(address)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(address)
+
+    def _scope(self) -> AbstractContextManager[None]:
+        """In which seeds are ours; afterwards torch's generators stand where the user had them."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
 
 def choose_kernels(*, tf32: bool, repeatable: bool = True) -> None:
@@ -251,7 +261,7 @@ def load(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             if old.shape == tensor.shape:
                 old.copy_(tensor)
             elif isinstance(old, nn.Parameter):
-                setattr(module, leaf, nn.Parameter(tensor.to(old.device, old.dtype).clone()))
+                setattr(module, leaf, nn.Parameter(tensor.to(old.device, old.dtype).clone(), old.requires_grad))
             else:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the network needs {tuple(old.shape)}")
 
@@ -279,11 +289,23 @@ def saved(model: Model, optimizers: list[torch.optim.Optimizer]) -> State:
     }
 
 
+def indices(row: Tensor) -> Tensor:
+    """A row of the ledger as the numbers of its words."""
+    return row.cpu().nonzero()[:, 0]
+
+
+def still_true(kept: State, row: Tensor) -> State:
+    """What a silo kept, without the optimiser's state of words, if these are other words now."""
+    if WORDS not in kept or torch.equal(kept[WORDS].cpu(), indices(row)):
+        return kept
+    return {n: t for n, t in kept.items() if not (n.startswith(OPTIMIZER) and is_words(n.split(".", 3)[-1]))}
+
+
 def restore(model: Model, optimizers: list[torch.optim.Optimizer]) -> None:
     """Give optimisers back what a silo kept of them; where words came or went, theirs starts afresh as a whole."""
     found: dict[tuple[int, str], State] = {}
     for name, value in model.kept.items():
-        if name.startswith(OPTIMIZER):
+        if name.startswith(OPTIMIZER) and name != WORDS:
             i, entry, param = name.removeprefix(OPTIMIZER).split(".", 2)
             found.setdefault((int(i), param), {})[entry] = value
     for (at, param), state in found.items():

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from uefl.engines.arena import Arena
 from uefl.engines.compiling import Compiler
 from uefl.engines.mapping import Mapping
-from uefl.engines.serial import Serial, laid_out
+from uefl.engines.serial import WORDS, Serial, foreign, indices, laid_out, still_true
 from uefl.engines.stack import Stack, rows, spoken, stacked, to_host
 from uefl.engines.stacking import length, most_together, size_of
 from uefl.errors import InputError
@@ -48,12 +48,21 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 class Watched(Batch):
     """A batch that tells when a loss reads the epoch, which a captured step cannot see change."""
 
-    tell: Callable[[], None]
+    @staticmethod
+    def tell() -> None: ...
 
     @property
     def epoch(self) -> int:
-        self.tell()
         return int(self[3])
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice) or at in (3, -1):
+            self.tell()
+        return super().__getitem__(at)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.tell()
+        return super().__iter__()
 
 
 class Stacked(Serial):
@@ -70,13 +79,13 @@ class Stacked(Serial):
         **others: Any,
     ) -> None:
         super().__init__(silos, net, **others)
-        if self._foreign:
+        if foreign(self.net):
             raise InputError("engine=stacked needs uefl's Dropout in the network, not torch's: use engine=serial")
         self.chunk = chunk
         self.captured = captured and self.device.type == "cuda"  # steps as CUDA graphs
         self._flat = {split: self._joined(split) for split in SPLITS}
         self._layers = [name for name, m in self.net.named_modules() if isinstance(m, Noise)]
-        self._learn = {n for n, _ in self.net.named_parameters()}
+        self._learn = {n for n, p in self.net.named_parameters() if p.requires_grad}
         self._size = size_of(self.net, next(iter(self.silos.values())).test.x.shape[1:])
         self._arenas: dict[Any, Arena] = {}
         self._compiler = Compiler(self.net, self._learn, self._noises, self._precise) if compiled else None
@@ -104,6 +113,8 @@ class Stacked(Serial):
                     **kept[i],
                     **{n: mine[n][i] for n in stays},
                 }
+                if not method.local.fresh:
+                    self.memory[name][WORDS] = indices(say.access[say.silos.index(name)])
                 yield Reply(
                     who=name,
                     size=len(self.silos[name].train.y),
@@ -146,7 +157,7 @@ class Stacked(Serial):
         for name in sorted(say.who, key=lambda name: (-len(self.silos[name].train.y), name)):
             row = say.access[say.silos.index(name)]
             words = {n: self._placed_tensor(t) for n, t in gathered(say.state, row).items() if is_words(n)}
-            kept = self.memory.get(name) or self._first(method, name)
+            kept = still_true(self.memory.get(name) or self._first(method, name), row)
             own = {n: kept.get(n, self.initial[n]) for n in stays}
             rest = {n: t for n, t in kept.items() if n not in own}
             shape = tuple(sorted((n, tuple(t.shape)) for n, t in {**words, **rest}.items()))
@@ -223,10 +234,9 @@ class Stacked(Serial):
         for update, descent in zip(arena.updates, arena.descents):
 
             def loss(model: Model, x: Tensor, y: Tensor, step: Tensor, loss: Any = update.loss) -> Tensor:
-                batch = Watched(x, y, step, epoch)
-                batch.tell = lambda: arena.timely.add(loss)
+                told = {"tell": staticmethod(lambda: arena.timely.add(loss))}
                 with self._precise():
-                    found: Tensor = loss(model, batch)
+                    found: Tensor = loss(model, type("Told", (Watched,), told)(x, y, step, epoch))
                 return found
 
             def adjusted(model: Model, gradients: State) -> State:
@@ -240,7 +250,7 @@ class Stacked(Serial):
             gradients: State | None = None
             if self._compiler:
                 plainly = partial(total, part.own)
-                gradients = self._compiler.gradients(arena, update, keys, Batch(x, y, 0, epoch), plainly)
+                gradients = self._compiler.gradients(arena, update, keys, steps, Batch(x, y, 0, epoch), plainly)
             if gradients is None:
                 moving = {n: part.own[n].detach().requires_grad_() for n in descent.params}
                 found = torch.autograd.grad(total({**part.own, **moving}), list(moving.values()), allow_unused=True)
@@ -289,8 +299,9 @@ class Stacked(Serial):
                 alike: dict[int, list[int]] = {}
                 for at, mine in enumerate(cuts):
                     alike.setdefault(length(mine, i), []).append(at)
-                for size, where in alike.items():
-                    if size:
+                for size, everyone in alike.items():
+                    most = self.chunk or most_together(self._size, max(size, 1), self.device.type)
+                    for where in (everyone[k : k + most] for k in range(0, len(everyone) if size else 0, most)):
                         sums = self._sums(method, task, stack.at(rows(where)), round_, i, split, size)
                         sums = to_host(sums) if task == "measure" else sums
                         for j, at in enumerate(where):
