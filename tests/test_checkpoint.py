@@ -7,8 +7,9 @@ import pytest
 import torch
 from stripes import LOCAL, ROUNDS, WORDS, clients, play, same
 
-from uefl.algorithms import UEFL, Alone, Book, FedAvg
+from uefl.algorithms import UEFL, Alone, Book, FedAvg, Scaffold
 from uefl.checkpoint import load_checkpoint, load_tensors, save_checkpoint, save_tensors, write_text
+from uefl.engines import Serial, Stacked
 from uefl.federation import Server
 
 EAGER = Book(words=6, segments=2, warm_up=1, gamma=0.0, errors=0)
@@ -112,6 +113,8 @@ RUNS = {
         **{**ROUNDS, "iterations": 3, "local": replace(LOCAL, fresh=False)}, codebook=replace(EAGER, kept="newest")
     ),
     "local norms, some silos": FedAvg(**ROUNDS, norms="local", participation=2),
+    "clipped": FedAvg(**{**ROUNDS, "local": replace(LOCAL, clip=0.5)}),
+    "scaffold, clipped": Scaffold(**{**ROUNDS, "local": replace(Scaffold().suited(LOCAL), clip=0.5)}),
     "alone": Alone(**ROUNDS),
 }
 
@@ -127,14 +130,15 @@ def stripped(records):
     ]
 
 
+@pytest.mark.parametrize("kind", [Serial, Stacked])
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_that_is_reloaded_after_every_round_ends_in_the_same_bits(name, tmp_path):
+def test_a_run_that_is_reloaded_after_every_round_ends_in_the_same_bits(name, kind, tmp_path):
     method = RUNS[name]
-    engine = clients(method)
+    engine = clients(method, engine=kind)
     whole, records = play(method, engine)
     server, found = None, []
     for _ in range(method.budget):
-        fresh = clients(method)
+        fresh = clients(method, engine=kind)
         if server is not None:
             server, fresh.memory = load_checkpoint(tmp_path / "c", "cpu")
         server, more = play(method, fresh, 1, server)
@@ -146,3 +150,10 @@ def test_a_run_that_is_reloaded_after_every_round_ends_in_the_same_bits(name, tm
     assert stripped(found) == stripped(records)
     assert fresh.memory.keys() == engine.memory.keys()
     assert all(same(fresh.memory[who], engine.memory[who]) for who in engine.memory)
+
+
+def test_names_come_back_in_the_order_they_had(tmp_path):
+    """Members 0 to 11 would be sorted as 0, 1, 10, 11, 2, and be given each other's words."""
+    state = {f"members.{i}.codebook.words": torch.ones(1) for i in range(12)}
+    save_checkpoint(tmp_path / "c", example().but(state=state), {})
+    assert list(load_checkpoint(tmp_path / "c", "cpu")[0].state) == list(state)

@@ -4,15 +4,17 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from uefl import UEFL, Book, FedAvg, Local, Net, Serial, Silo
 from uefl.algorithms import ALGORITHMS
+from uefl.checkpoint import load_checkpoint, save_checkpoint
 from uefl.engines import Stacked
 from uefl.federation import State
 from uefl.kmeans import kmeans
@@ -31,18 +33,37 @@ ENGINES: dict[str, Callable[..., Serial]] = {
 }
 
 
-def federation(method: FedAvg, engine: Callable[..., Serial], device: str, **fields: Any) -> Serial:
+def body() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU()),
+    )
+
+
+class Functional(nn.Module):
+    """Convolutions as functions, in every spelling, and numbers from the host, which no CUDA graph can capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8, 1, 3, 3) / 3), nn.Parameter(torch.randn(8, 8, 3, 3) / 9)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x - torch.tensor([0.1], device=x.device, dtype=x.dtype)) / 2
+        x = F.relu(F.conv2d(x, self.first, self.bias))
+        return F.relu(F.conv2d(input=x, weight=self.second, bias=self.bias, stride=2, padding=1))
+
+
+def federation(
+    method: FedAvg, engine: Callable[..., Serial], device: str, *, body: Callable[[], nn.Module] = body, **fields: Any
+) -> Serial:
     x = normal(key("x"), (240, 1, 8, 8))
     y = (x.mean((1, 2, 3)) > 0).long()
     sizes = (0, 80, 160, 230, 240)
     each = [Silo.split(f"s{i}", x[a:b].roll(i, 3) * (1 + i), y[a:b]) for i, (a, b) in enumerate(pairwise(sizes))]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        encoder = nn.Sequential(
-            *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU()),
-        )
-        net = method.build(Net(encoder, 2, (1, 8, 8), hidden=16))
+        net = method.build(Net(body(), 2, (1, 8, 8), hidden=16))
     return engine(each, net, device=device, **fields)
 
 
@@ -86,9 +107,17 @@ def test_the_same_seed_gives_the_same_bits_twice(engine: str, multiply: str) -> 
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
+def test_a_network_of_functions_that_cannot_be_captured_runs_all_the_same() -> None:
+    found, expected = (trained(e, "cuda", dtype=torch.float64, body=Functional) for e in (Stacked, Serial))
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
+    for multiply in ("tf32", "bf16"):
+        assert all(t.isfinite().all() for t in trained(Stacked, "cuda", multiply=multiply, body=Functional).values())
+
+
 @pytest.mark.parametrize("multiply", ["tf32", "bf16"])
 @pytest.mark.parametrize("engine", ["stacked", "compiled"])
-def test_a_run_that_goes_on_elsewhere_ends_in_the_same_bits(engine: str, multiply: str) -> None:
+def test_a_run_that_goes_on_elsewhere_ends_in_the_same_bits(engine: str, multiply: str, tmp_path: Path) -> None:
     """Another process has no captured steps, and compiles anew."""
     from torch._inductor.utils import fresh_cache
 
@@ -101,7 +130,8 @@ def test_a_run_that_goes_on_elsewhere_ends_in_the_same_bits(engine: str, multipl
     torch._dynamo.reset()
     with fresh_cache():
         second = federation(method, ENGINES[engine], "cuda", **fields)
-        second.memory = first.memory
+        save_checkpoint(tmp_path / "c", server, first.memory)
+        server, second.memory = load_checkpoint(tmp_path / "c", second.device)
         while server.round < method.budget:
             server = method.step(second, server)
     assert all(torch.equal(tensor.cpu(), whole[name]) for name, tensor in server.state.items())

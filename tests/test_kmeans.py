@@ -159,3 +159,23 @@ def test_no_more_distances_than_a_chunk_are_held_at_once(features, monkeypatch):
     kmeans(features["patches"], 64, key=0, iterations=2)
     assert largest
     assert max(largest) <= 10_000
+
+
+def test_products_are_exact_whatever_precision_is_set_around(monkeypatch):
+    seen = []
+    inner = MODULE._clusters
+
+    def looked(*args):
+        seen.append((torch.backends.cuda.matmul.allow_tf32, torch.is_autocast_enabled("cpu")))
+        return inner(*args)
+
+    monkeypatch.setattr(MODULE, "_clusters", looked)
+    was = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            kmeans(torch.randn(20, 2), 3, key=0)
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = was
+    assert seen == [(False, False)]
