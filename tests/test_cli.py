@@ -42,6 +42,7 @@ def uefl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["run", "mnist", "fmnist"], "one data set at a time"),
         (["run", "segments=7"], "segments=7 does not divide"),
         (["run", "encoder=vgg17"], "unknown encoder 'vgg17'; known: residual"),
+        (["run", "augment=crop"], "augment=crop: 'crop' is none of crop:<pixels>, flip"),
         (["run", "cut=round"], "unknown cut 'round'; known: domains"),
         (["run", "--preset", "best"], "unknown preset 'best'; known: default, paper"),
         (["run", "--device", "cuda:99"], "is not to be had here; allowed: cpu"),

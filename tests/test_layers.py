@@ -14,6 +14,7 @@ FOUNDATION = {
     "errors",
     "noise",
     "hashing",
+    "augment",
     "codebook",
     "gaussian",
     "kmeans",

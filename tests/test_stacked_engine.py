@@ -46,6 +46,7 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
     ),
     "own norm statistics": (replace(OURS, norms="local"), {}),
     "an ensemble": (OURS, {"members": 2}),
+    "augmented": (OURS, {"augment": "crop:2+flip"}),
     "a book around fedprox": (ALGORITHMS["fedprox"](**ROUNDS, codebook=EAGER), {}),
 }
 SETUPS |= {name: (short(kind), {}) for name, kind in ALGORITHMS.items() if name not in ("uefl", "vq-fedavg", "pooled")}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from uefl.algorithms import ALGORITHMS, FedAvg, algorithm
+from uefl.augment import Augment
 from uefl.data import Data
 from uefl.errors import InputError
 from uefl.federation import Multiply, Silo
@@ -41,6 +42,7 @@ class Architecture:
     dropout: float = 0.1
     dropout_at: Literal["hidden", "logits"] = "hidden"  # D2
     normalise: Literal["layer", "none"] = "layer"  # features, before they are cut into segments
+    augment: str = ""  # of training images: crop:<pixels>, flip, or both as crop:4+flip
     members: int = 1  # of a deep ensemble, which then takes the place of dropout
     pretrained: str = ""  # weights of the encoder: a file, or `imagenet`
 
@@ -50,6 +52,8 @@ class Architecture:
         for name in ("hidden", "members"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.augment:
+            Augment.spoken(self.augment)
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """A new network for images of this shape."""
@@ -66,6 +70,7 @@ class Architecture:
             dropout=dropout,
             dropout_at=self.dropout_at,
             normalise=self.normalise,
+            augment=self.augment,
         )
 
     def _encoder(self, shape: tuple[int, ...]) -> nn.Module:

@@ -86,6 +86,7 @@ class Noise(nn.Module):
     """A layer that draws. Whoever runs the network sets its key before each forward pass with `set_key`."""
 
     key: Tensor
+    sampled = True  # whether it draws in dropout passes, too
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +163,8 @@ def turns(net: nn.Module, passes: int) -> Iterator[int]:
 @contextmanager
 def sampling(net: nn.Module) -> Iterator[None]:
     """Layers that draw do so; every other one stays as it is, batch norm in evaluation mode included (D1)."""
-    layers = [(m, m.training) for m in net.modules() if isinstance(m, Noise | nn.modules.dropout._DropoutNd)]
+    drawing = [m for m in net.modules() if isinstance(m, Noise | nn.modules.dropout._DropoutNd)]
+    layers = [(m, m.training) for m in drawing if getattr(m, "sampled", True)]
     for layer, _ in layers:
         layer.train()
     try:

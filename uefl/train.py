@@ -45,6 +45,7 @@ def train(
     classes: int,
     hidden: int = 512,
     dropout: float = 0.1,
+    augment: str = "",
     seed: int = 0,
     device: str = "cpu",
     engine: str = "auto",
@@ -54,7 +55,7 @@ def train(
     shape = tuple(silos[0].train.x.shape[1:])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(seed, "weights"))
-        net = method.build(Net(encoder, classes, shape, hidden=hidden, dropout=dropout))
+        net = method.build(Net(encoder, classes, shape, hidden=hidden, dropout=dropout, augment=augment))
     silos = list(method.prepare(silos))
     engine = chosen(engine, device, net, silos, method.local, method.budget)
     clients = IN_PROCESS[engine](silos, net, seed=seed, device=device)

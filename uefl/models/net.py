@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from uefl.augment import Augment
 from uefl.codebook import Codebook, Coded, tokens, uncoded
 from uefl.gaussian import GaussianClassifier
 from uefl.noise import Dropout, noises, sampling, turns
@@ -57,8 +58,11 @@ class Net(nn.Module):
         dropout: float = 0.1,
         dropout_at: Literal["hidden", "logits"] = "hidden",
         normalise: Literal["layer", "none"] = "layer",
+        augment: str = "",
     ) -> None:
         super().__init__()
+        self.augment = Augment.spoken(augment) if augment else None
+        self.augmented = augment
         self.encoder = encoder
         self.normalise = normalise
         self.codebook = None
@@ -81,6 +85,7 @@ class Net(nn.Module):
             dropout=self.dropout,
             dropout_at=self.dropout_at,
             normalise=self.normalise,
+            augment=self.augmented,
         )
 
     def with_gaussian(self, dimensions: int, draws: int) -> Net:
@@ -99,7 +104,7 @@ class Net(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Tokens [B,l,d], normalised before they are cut into segments (D20)."""
-        z = tokens(self.encoder(x))
+        z = tokens(self.encoder(self.augment(x) if self.augment else x))
         return F.layer_norm(z, z.shape[-1:]) if self.normalise == "layer" else z
 
     def segments(self, x: Tensor) -> Tensor:
