@@ -1,15 +1,23 @@
 """The command line: it teaches, it answers mistakes in one line, it compares."""
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tiny import BARE, TINY
 
+from uefl import UEFL, FedAvg, Local
+from uefl.algorithms import ALGORITHMS
 from uefl.commands.compare import PLAIN, strong
+from uefl.commands.described import means, takes
+from uefl.commands.listing import listing
 from uefl.commands.words import spoken
+from uefl.recipes import recipe
+from uefl.settings import leaves
 
 MINE = """
 from dataclasses import dataclass, replace
@@ -152,3 +160,18 @@ def test_the_paper_preset_is_the_papers() -> None:
     assert (book.words, book.gamma, book.segments, book.first, book.errors) == (32, 0.3, 1, "gaussian", 0)
     assert (book.commitment, experiment.model.normalise, experiment.model.width) == (1, "none", 128)
     assert (experiment.method.rounds, experiment.method.extra_rounds, experiment.method.iterations) == (40, 20, 5)
+
+
+@pytest.mark.parametrize("method", sorted(ALGORITHMS))
+def test_every_setting_is_listed(method: str) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    listing(method, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(".".join(path) in said for path, _ in leaves(recipe(method, "mnist5k")))
+
+
+def test_a_setting_says_what_it_takes_and_means() -> None:
+    assert means(UEFL, "passes") == means(FedAvg, "passes") == "Monte Carlo dropout passes T"
+    assert takes(Local, "optimizer") == "adam | adamw | sgd"
+    assert [takes(Local, name) for name in ("rate", "batch", "fresh")] == ["number", "whole number", "true | false"]
+    assert takes(FedAvg, "codebook") == "none"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from rich.console import Console
 from rich.table import Table
 
 from uefl.algorithms import ALGORITHMS
+from uefl.commands.described import means, takes
 from uefl.data import CUTS, SOURCES
 from uefl.errors import unknown
 from uefl.models.encoders import ENCODERS
@@ -13,10 +16,13 @@ from uefl.plugins import brought
 from uefl.recipes import recipe
 from uefl.settings import leaves
 
+WIDE = 160  # of a pipe or a file, which have no width of their own
 SECTIONS = ("methods", "data", "cuts", "encoders")
 
 
 def listing(what: str, console: Console) -> None:
+    if not console.is_terminal:
+        console.width = max(console.width, WIDE)
     methods = brought(ALGORITHMS, "uefl.methods")
     if what and what not in (*SECTIONS, *methods):
         raise unknown("list", what, (*SECTIONS, *methods))
@@ -39,8 +45,11 @@ def listing(what: str, console: Console) -> None:
 
 def _settings(method: str, console: Console) -> None:
     table = Table(title=f"settings of {method} on mnist5k: change any as field=value", title_justify="left", box=None)
-    table.add_column("field")
-    table.add_column("value")
-    for path, value in leaves(recipe(method, "mnist5k")):
-        table.add_row(".".join(path), ",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    for heading in ("field", "value", "takes", "meaning"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "field")
+    experiment = recipe(method, "mnist5k")
+    for path, value in leaves(experiment):
+        owner = type(reduce(getattr, path[:-1], experiment))
+        shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        table.add_row(".".join(path), shown, takes(owner, path[-1]), means(owner, path[-1]))
     console.print(table)
