@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from uefl import FedAvg, Silo
 from uefl.engines import Serial, Stacked, stacking
-from uefl.engines.stacked import Watched
+from uefl.engines.watched import watched
 from uefl.federation import Batch, Model
 
 ENGINES: dict[str, Any] = {
@@ -90,7 +90,7 @@ def test_a_loss_may_look_at_step_and_epoch(engine: str) -> None:
 )
 def test_reading_the_epoch_is_noticed_however_it_is_done(read: Any) -> None:
     heard: list[int] = []
-    batch = type("Told", (Watched,), {"tell": staticmethod(lambda: heard.append(1))})(1, 2, 3, 4)
+    batch = watched(Batch(1, 2, 3, 4), lambda: heard.append(1))  # type: ignore[arg-type]
     assert (batch.x, batch.y, batch.step) == (1, 2, 3)
     assert not heard
     read(batch)

@@ -21,9 +21,11 @@ from torch.utils._pytree import tree_map
 from uefl.engines.arena import Arena
 from uefl.engines.compiling import Compiler
 from uefl.engines.mapping import Mapping
+from uefl.engines.resident import Resident
 from uefl.engines.serial import WORDS, Serial, foreign, indices, laid_out, still_true
 from uefl.engines.stack import Stack, rows, spoken, stacked, to_host
 from uefl.engines.stacking import length, most_together, size_of
+from uefl.engines.watched import watched
 from uefl.errors import InputError
 from uefl.federation import (
     Batch,
@@ -41,28 +43,6 @@ from uefl.federation import (
     size_in_bytes,
 )
 from uefl.noise import TRITON, Noise, key, permutations
-
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-
-
-class Watched(Batch):
-    """A batch that tells when a loss reads the epoch, which a captured step cannot see change."""
-
-    @staticmethod
-    def tell() -> None: ...
-
-    @property
-    def epoch(self) -> int:
-        return int(self[3])
-
-    def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice) or at in (3, -1):
-            self.tell()
-        return super().__getitem__(at)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.tell()
-        return super().__iter__()
 
 
 class Stacked(Serial):
@@ -83,7 +63,7 @@ class Stacked(Serial):
             raise InputError("engine=stacked needs uefl's Dropout in the network, not torch's: use engine=serial")
         self.chunk = chunk
         self.captured = captured and self.device.type == "cuda"  # steps as CUDA graphs
-        self._flat = {split: self._joined(split) for split in SPLITS}
+        self._data = Resident(self.silos)
         self._layers = [name for name, m in self.net.named_modules() if isinstance(m, Noise)]
         self._learn = {n for n, p in self.net.named_parameters() if p.requires_grad}
         self._size = size_of(self.net, next(iter(self.silos.values())).test.x.shape[1:])
@@ -197,7 +177,7 @@ class Stacked(Serial):
         self.net.train()
         for epoch in range(local.epochs):
             drawn = [key(self.seed, name, say.round, epoch, "order") for name in names]
-            order = permutations(self._there(drawn), sizes) + self._there(self._starts("train", names))[:, None]
+            order = permutations(self._there(drawn), sizes) + self._there(self._data.starts("train", names))[:, None]
             steps = [[epoch * len(mine) + place for mine in cuts] for place in range(len(cuts[0]))]
             keys = [[key(self.seed, n, say.round, s, "train") for n, s in zip(names, now)] for now in steps]
             steps_there, keys_there = self._there(steps), self._there(keys)
@@ -229,14 +209,13 @@ class Stacked(Serial):
     def _descend(
         self, method: Method, arena: Arena, some: slice, epoch: int, index: Tensor, keys: Tensor, steps: Tensor
     ) -> None:
-        x, y = self._batch("train", index)
+        x, y = self._data.batch("train", index)
         part = arena.stack.at(some)
         for update, descent in zip(arena.updates, arena.descents):
 
             def loss(model: Model, x: Tensor, y: Tensor, step: Tensor, loss: Any = update.loss) -> Tensor:
-                told = {"tell": staticmethod(lambda: arena.timely.add(loss))}
                 with self._precise():
-                    found: Tensor = loss(model, type("Told", (Watched,), told)(x, y, step, epoch))
+                    found: Tensor = loss(model, watched(Batch(x, y, step, epoch), partial(arena.timely.add, loss)))
                 return found
 
             def adjusted(model: Model, gradients: State) -> State:
@@ -266,14 +245,14 @@ class Stacked(Serial):
         for n, group in groupby(range(len(sizes)), sizes.__getitem__):
             where = list(group)
             some = stack.at(rows(where))
-            starts = self._there(self._starts("train", some.names))
+            starts = self._there(self._data.starts("train", some.names))
             index = starts[:, None] + torch.arange(n, device=self.device)
 
             def finish(model: Model, x: Tensor, y: Tensor, steps: int = steps[where[0]]) -> tuple[State, State]:
                 return method.finish(model, Part(x, y), steps=steps, rate=rate)
 
             with torch.no_grad():
-                sends, keeps = self._over(some, starts, finish, *self._batch("train", index))
+                sends, keeps = self._over(some, starts, finish, *self._data.batch("train", index))
             for i, at in enumerate(where):
                 extra[at], kept[at] = ({n: t[i] for n, t in found.items()} for found in (sends, keeps))
         return extra, kept
@@ -311,8 +290,8 @@ class Stacked(Serial):
         return answers
 
     def _sums(self, method: Method, task: str, some: Stack, round_: int, i: int, split: Split, size: int) -> State:
-        starts = self._there([s + i * method.local.evaluation_batch for s in self._starts(split, some.names)])
-        x, y = self._batch(split, starts[:, None] + torch.arange(size, device=self.device))
+        starts = self._there([s + i * method.local.evaluation_batch for s in self._data.starts(split, some.names)])
+        x, y = self._data.batch(split, starts[:, None] + torch.arange(size, device=self.device))
         keys = self._there([key(self.seed, name, round_, i, task, split) for name in some.names])
 
         def answer(model: Model, x: Tensor, y: Tensor) -> State:
@@ -348,24 +327,6 @@ class Stacked(Serial):
             with Mapping(convolve=TRITON and self.multiply != "exact"):
                 return vmap(one)(*given)
         return tree_map(lambda t: t.unsqueeze(0), one(*tree_map(lambda t: t.squeeze(0), given)))
-
-    def _joined(self, split: Split) -> Part:
-        """One part of all silos in one tensor, images with channels last."""
-        parts = [silo.part(split) for silo in self.silos.values()]
-        x = torch.cat([part.x.movedim(1, -1) if part.x.dim() == 4 else part.x for part in parts])
-        return Part(x, torch.cat([part.y for part in parts]))
-
-    def _batch(self, split: Split, index: Tensor) -> Part:
-        x = self._flat[split].x[index]
-        return Part(x.movedim(-1, -3) if x.dim() == 5 else x, self._flat[split].y[index])
-
-    def _starts(self, split: Split, names: Sequence[str]) -> list[int]:
-        """Where each silo's part begins in the one tensor."""
-        at, found = 0, {}
-        for name, silo in self.silos.items():
-            found[name] = at
-            at += len(silo.part(split).y)
-        return [found[name] for name in names]
 
     def _there(self, numbers: Any) -> Tensor:
         """Numbers on the device, from pinned memory: the host neither waits nor overwrites what is on its way."""
