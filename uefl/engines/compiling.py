@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from uefl.engines.arena import Arena
+from uefl.engines.fusible import fusible
 from uefl.federation import Batch, Model, State, Update
 from uefl.noise import Noise
 
@@ -30,6 +31,7 @@ class Compiler:
         precise: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self.net, self.learn, self.noises, self.precise = net, learn, noises, precise
+        fusible(net)
 
     def gradients(
         self, arena: Arena, update: Update, keys: Tensor, step: Tensor, batch: Batch, plainly: Callable[[], Tensor]
