@@ -96,6 +96,20 @@ def test_compiled_code_agrees_where_a_compiler_can_and_where_it_cannot(setup, ba
     assert len(arenas) == (2 if "book" in setup else 1)
 
 
+@pytest.mark.parametrize("engine", [Serial, Stacked, partial(Stacked, chunk=1, compiled=True)], ids=str)
+def test_gradients_of_words_by_a_product_are_those_of_a_table(engine, monkeypatch):
+    """What CUDA does, on any device."""
+    expected, _ = play(OURS, clients(OURS, dtype=torch.float64))
+    torch._dynamo.reset()
+    monkeypatch.setattr("uefl.engines.compiling.BACKEND", "aot_eager")
+    monkeypatch.setattr("uefl.codebook.by_product", lambda _: True)
+    there = clients(OURS, dtype=torch.float64, engine=engine)
+    found, _ = play(OURS, there)
+    for name, tensor in expected.state.items():
+        torch.testing.assert_close(found.state[name], tensor, rtol=1e-9, atol=1e-9)
+    assert not any(arena.beyond for arena in getattr(there, "_arenas", {}).values())
+
+
 @pytest.mark.parametrize("name", ["uefl", "scaffold", "fedcr", "fedsr"])
 def test_silos_keep_the_same_on_both_engines(name):
     method = short(ALGORITHMS[name])

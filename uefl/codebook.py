@@ -8,7 +8,7 @@ Legend: B images, l tokens of an image, d channels, s segments, N = B·l·s, D =
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -67,14 +67,10 @@ class Codebook(nn.Module):
 
     def spoken(self, index: Tensor) -> Tensor:
         """Words [N,D] by their indices [N]."""
-        if not (index.is_cuda and torch.is_grad_enabled()):
+        if not by_product(index):
             return F.embedding(index, self.words)
-        # On CUDA the sum of gradients by word, in an order that gives the same bits twice, is a ninth of a step; as a
-        # product it is nothing. The product is with zeros here: only its gradient counts.
-        still = self.words.detach()
-        with torch.autocast("cuda", enabled=False):
-            hot = (index[:, None] == torch.arange(len(still), device=index.device)).to(still.dtype)
-            return F.embedding(index, still) + hot @ (self.words - still)
+        word: Tensor = Spoken.apply(self.words, index)  # type: ignore[no-untyped-call]
+        return word
 
     def forward(self, z: Tensor) -> Coded:
         if self.words.shape[0] == 0:
@@ -85,6 +81,37 @@ class Codebook(nn.Module):
         commitment = self.scale * F.mse_loss(z, word.detach())  # Eq. 7
         codeword = self.scale * F.mse_loss(word, z.detach())
         return Coded(z + (word - z).detach(), index.reshape(*z.shape[:-1], self.segments), commitment, codeword)
+
+
+def by_product(index: Tensor) -> bool:
+    """Whether gradients of words are summed by a product."""
+    return index.is_cuda
+
+
+class Spoken(torch.autograd.Function):
+    """Words by their indices. The way back is a product with what was chosen.
+
+    On CUDA the sum of gradients by word, in an order that gives the same bits twice, is else a ninth of a step.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(words: Tensor, index: Tensor) -> Tensor:
+        return F.embedding(index, words)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], _output: Tensor) -> None:
+        words, index = inputs
+        ctx.save_for_backward(index)
+        ctx.words = len(words)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, None]:
+        (index,), (up,) = ctx.saved_tensors, above
+        with torch.autocast(up.device.type, enabled=False):
+            chosen = index[:, None] == torch.arange(ctx.words, device=index.device)
+            return chosen.to(up.dtype).t() @ up, None
 
 
 def usage(index: Tensor, words: int) -> Tensor:
