@@ -1,4 +1,7 @@
-"""Growth: 10, 100 and 1000 clients with a small net: time a client and round, and memory beyond the data."""
+"""Growth: 10, 100 and 1000 clients with a small net: time a client and round, and memory beyond the data.
+
+On a GPU all of them go together here; a last row has no more than 100 in a stack, which bounds the memory.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,23 +23,26 @@ from uefl.federation import Server
 from uefl.local import Local
 from uefl.models.net import Net
 
-COUNTS, ROUNDS, IMAGES = (10, 100, 1000), 3, (64, 16)
+COUNTS, TOGETHER, ROUNDS, IMAGES = (10, 100, 1000), 100, 3, (64, 16)
 
 
 def run(o: Options) -> Iterator[Figure]:
-    found: dict[int, list[dict[str, float]]] = {count: [] for count in ((3, 6) if o.tiny else COUNTS)}
+    rows = {f"{count} clients": (count, 0) for count in ((3, 6) if o.tiny else COUNTS)}
+    if o.cuda:
+        rows[f"{COUNTS[-1]} clients, {TOGETHER} together"] = (COUNTS[-1], TOGETHER)
+    found: dict[str, list[dict[str, float]]] = {who: [] for who in rows}
     for _ in range(o.repeats):
-        for count in found:
+        for who, numbers in rows.items():
             # A process each, since a process's peak of memory never falls.
-            command = [sys.executable, "-m", "benchmarks.clients", str(count), o.device, o.data]
+            command = [sys.executable, "-m", "benchmarks.clients", *map(str, numbers), o.device, o.data]
             done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
-            found[count].append(json.loads(done.stdout))
+            found[who].append(json.loads(done.stdout))
     for name, unit in (("a client and round", "s" if o.cuda else "CPU s"), ("peak memory beyond the data", "MB")):
-        for count, values in found.items():
-            yield Figure(f"{count} clients", name, unit, [v[name] for v in values], f"{sum(IMAGES)} images each")
+        for who, values in found.items():
+            yield Figure(who, name, unit, [v[name] for v in values], f"{sum(IMAGES)} images each")
 
 
-def one(count: int, device: str, data: str) -> dict[str, float]:
+def one(count: int, chunk: int, device: str, data: str) -> dict[str, float]:
     """Rounds of FedAvg with so many clients; the first one is not counted."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -43,7 +50,7 @@ def one(count: int, device: str, data: str) -> dict[str, float]:
     method = FedAvg(rounds=ROUNDS + 2, iterations=1, local=Local(optimizer="sgd", batch=32, epochs=1))
     everyone = silos(digits(data), count, *IMAGES)
     engine = chosen("auto", device, net, everyone, method.local, method.rounds)
-    fields = {"multiply": "tf32"} if device.startswith("cuda") else {}
+    fields: dict[str, Any] = {"multiply": "tf32", "chunk": chunk} if device.startswith("cuda") else {}
     clients = IN_PROCESS[engine](everyone, net, device=device, **fields)
     server = method.start(clients)
     before = _memory(device)
@@ -72,4 +79,4 @@ def _memory(device: str, *, peak: bool = False) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(one(int(sys.argv[1]), sys.argv[2], sys.argv[3])))
+    print(json.dumps(one(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from benchmarks.frame import Figure, Options, take_turns
 from uefl.engines import Serial
 from uefl.experiment import Experiment
 from uefl.federation import Silo
-from uefl.models.residual import ResidualEncoder
+from uefl.models.residual import ResidualBlock
 from uefl.recipes import recipe
 
 ROUNDS, PASSES, EVALUATION_BATCH = 3, 20, 100
@@ -52,8 +53,11 @@ class Network(nn.Module):
         super().__init__()
         book, model = experiment.method.codebook, experiment.model
         assert book
-        self.encoder = ResidualEncoder(channels=1, size=28, width=model.width)
-        width = self.encoder.width
+        widths = [1, model.width, 2 * model.width, 4 * model.width]
+        self.encoder = nn.Sequential(
+            *(nn.Sequential(ResidualBlock(a, b), nn.ReLU(), nn.MaxPool2d(2)) for a, b in pairwise(widths))
+        )
+        width = widths[-1]
         self.discretizer = Quantizer(book.words, width // book.segments)
         self.classifier = nn.Sequential(
             nn.Dropout(model.dropout),

@@ -144,8 +144,9 @@ class Stacked(Serial):
             alike.setdefault(shape, []).append((name, words, own, rest))
         most = self.chunk or most_together(self._size, batch, self.device.type)
         for group in alike.values():
-            for start in range(0, len(group), most):
-                names, words_, own_, rest_ = zip(*group[start : start + most])
+            size = -(-len(group) // -(-len(group) // most))  # as few stacks as can be, all of about one size
+            for start in range(0, len(group), size):
+                names, words_, own_, rest_ = zip(*group[start : start + size])
                 words = stacked(words_)
                 shared = {n: t for n, t in said.items() if n not in stays}
                 yield Stack(names, {**words, **stacked(own_)}, shared, words, said, stacked(rest_), sent)

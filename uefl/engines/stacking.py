@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 LARGE = 2**23  # numbers that a layer makes of one silo's batch from which on it fills a GPU: stacking gains nothing
-MOST = {"cuda": 2**31, "cpu": 2**25}  # numbers that all layers make for a whole stack: what bounds memory
+MOST = {"cuda": 2**30, "cpu": 2**25}  # numbers that all layers make for a whole stack: what bounds memory
 
 
 class Size(NamedTuple):
