@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from uefl.engines.pooling import pooled_first
 from uefl.errors import InputError
 from uefl.federation import (
     Batch,
@@ -63,6 +64,8 @@ class Serial:
         self.silos = {silo.name: self._placed(silo) for silo in ordered}
         # Channels last: convolutions are 1.4 to 1.8 times faster on CPU, and tensor cores want it on GPU.
         self.net = copy.deepcopy(net).to(self.device, dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for silo in ordered[:1]:
+            pooled_first(self.net, silo.train.x.shape[1:])
         self.initial = {name: t.clone() for name, t in self.net.state_dict().items()}
         self.memory: dict[str, State] = {}  # what each silo keeps; part of the checkpoint in one process
         self._noises = noises(self.net)

@@ -33,9 +33,8 @@ class ResidualEncoder(Encoder):
     def __init__(self, *, channels: int = 1, size: int = 28, width: int = 64, depth: int = 3) -> None:
         super().__init__(channels=channels, size=size, least=2**depth)
         sizes = [channels] + [width * 2**i for i in range(depth)]
-        # The largest of four, then ReLU: the same numbers as the other way round, for a quarter of the work.
         self.blocks = nn.Sequential(
-            *(nn.Sequential(ResidualBlock(a, b), nn.MaxPool2d(2), nn.ReLU()) for a, b in pairwise(sizes))
+            *(nn.Sequential(ResidualBlock(a, b), nn.ReLU(), nn.MaxPool2d(2)) for a, b in pairwise(sizes))
         )
         self.width = sizes[-1]
 

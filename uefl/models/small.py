@@ -53,8 +53,8 @@ class LeNet(Encoder):
         super().__init__(channels=channels, size=size, least=_LEAST)
         first, second = filters
         self.layers = nn.Sequential(
-            *(nn.Conv2d(channels, first, 5), nn.MaxPool2d(2), nn.ReLU()),
-            *(nn.Conv2d(first, second, 5), nn.MaxPool2d(2), nn.ReLU()),
+            *(nn.Conv2d(channels, first, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(first, second, 5), nn.ReLU(), nn.MaxPool2d(2)),
             nn.Flatten(),
             *_hidden(second * _left(size) ** 2, width),
         )
@@ -74,8 +74,8 @@ class Dirt(Encoder):
     def __init__(self, *, channels: int = 1, size: int = 28, width: int = 64) -> None:
         super().__init__(channels=channels, size=size, least=_LEAST)
         self.layers = nn.Sequential(
-            *(nn.Conv2d(channels, 32, 5), nn.BatchNorm2d(32), nn.MaxPool2d(2), nn.ReLU()),
-            *(nn.Conv2d(32, 64, 5), nn.BatchNorm2d(64), nn.MaxPool2d(2), nn.ReLU()),
+            *(nn.Conv2d(channels, 32, 5), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 5), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
             nn.Flatten(),
             nn.Linear(64 * _left(size) ** 2, width),
         )

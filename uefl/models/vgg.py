@@ -49,7 +49,7 @@ class VGG(Encoder):
         for block in plan.blocks:
             for inputs, outputs in pairwise((channels, *block)):
                 layers += plan.unit(inputs, outputs)
-            layers.insert(-1, nn.MaxPool2d(2))  # before the last ReLU: the same numbers, for a quarter of its work
+            layers.append(nn.MaxPool2d(2))
             channels = block[-1]
         self.features = nn.Sequential(*layers)
         self.width, self.official, self.pool = channels, plan.official, pool
