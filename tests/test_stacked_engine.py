@@ -76,8 +76,7 @@ def unable(*_: Any) -> Any:
     ("setup", "backend", "rounds"),
     [
         ("a book around fedprox", "aot_eager", 5),
-        ("fediir", "aot_eager", 2),
-        ("vhl", "aot_eager", 2),
+        *((name, "aot_eager", 2) for name in ALGORITHMS if name not in ("uefl", "vq-fedavg", "pooled")),
         ("own norm statistics", unable, 2),
     ],
 )
