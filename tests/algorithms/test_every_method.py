@@ -127,12 +127,12 @@ def test_a_codebook_is_taken_or_refused_in_one_line(name):
         assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*OTHERS, "alone"])
 def test_a_silo_without_training_data_is_measured_or_refused_in_one_line(name):
     *others, last = silos()
     none = Part(last.train.x[:0], last.train.y[:0])
     target = [*others, replace(last, train=none, validation=none)]
-    if name in ("fedbn", "fedcr"):
+    if name in ("fedbn", "fedcr", "alone"):
         with pytest.raises(InputError, match="silo 2 has no training images"):
             run(method(name), target)
     else:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from uefl.algorithms.checks import all_train
 from uefl.algorithms.fedavg import FedAvg
 from uefl.federation import Part, Silo, concatenated
 
@@ -19,6 +20,9 @@ class Alone(FedAvg):
     """Every silo trains alone and sends nothing: what a federation must beat to be worth joining."""
 
     no_codebook: ClassVar[str] = "words are found and granted by a server, and a silo alone has none"
+
+    def prepare(self, silos: Sequence[Silo]) -> Sequence[Silo]:
+        return all_train(silos, "Training alone", "network")
 
     def keeps(self, net: nn.Module) -> Collection[str]:
         return list(net.state_dict())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from uefl.aggregate import Mean, flaw
 from uefl.algorithms.book import Book
+from uefl.algorithms.checks import all_train
 from uefl.algorithms.record import closed, counted, opened
 from uefl.algorithms.targets import read_targets
 from uefl.errors import InputError
@@ -45,7 +46,7 @@ class FedAvg:
     watch_train: bool = False  # measure the training data too, as neural collapse needs; costs time
     watch_local: bool = True  # measure each silo's model before averaging too (Fig. 1); costs time
     local: Local = field(default_factory=Local)
-    codebook: Book | None = None
+    codebook: Book | None = None  # words around the method; `on`: as UEFL has them on these data
 
     no_codebook: ClassVar[str] = ""  # why a method takes none
     no_network: ClassVar[str] = ""  # why a method cannot run where data stay with their silos
@@ -87,7 +88,7 @@ class FedAvg:
 
     def prepare(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         """The change of silos this method asks for: none, but for the bounds."""
-        return silos
+        return all_train(silos, "norms=local", "batch norm") if self.norms == "local" else silos
 
     def start(self, clients: Clients) -> Server:
         silos, kept = tuple(clients.sizes), set(self.keeps(clients.net))
