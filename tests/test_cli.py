@@ -14,8 +14,9 @@ from uefl import UEFL, FedAvg, Local
 from uefl.algorithms import ALGORITHMS
 from uefl.commands.compare import PLAIN, strong
 from uefl.commands.described import means, takes
-from uefl.commands.listing import listing
+from uefl.commands.listing import SETTINGS, listing
 from uefl.commands.words import spoken
+from uefl.errors import InputError
 from uefl.recipes import recipe
 from uefl.settings import leaves
 
@@ -162,6 +163,30 @@ def test_the_paper_preset_is_the_papers() -> None:
     assert (experiment.method.rounds, experiment.method.extra_rounds, experiment.method.iterations) == (40, 20, 5)
 
 
+def test_a_book_goes_around_a_method_with_the_settings_that_it_has_in_uefl() -> None:
+    words = ["fedprox", "uefl", "mnist5k", "codebook=on", "words=8"]
+    prox, ours = spoken(words, [], "default").values()
+    assert prox.method.codebook == ours.method.codebook
+    assert prox.method.codebook is not None
+    assert (prox.method.codebook.words, prox.method.codebook.commitment) == (8, 0.01)
+    with pytest.raises(InputError, match="FedIIR takes no codebook: "):
+        spoken(["fediir", "codebook=on"], [], "default")
+
+
+def test_another_encoder_has_its_own_size() -> None:
+    (found,) = spoken(["fediir", "mnist5k", "encoder=gn-conv"], [], "default").values()
+    assert (found.model.encoder, found.model.width) == ("gn-conv", 0)
+    (same,) = spoken(["fediir", "mnist5k", "encoder=residual"], [], "default").values()
+    assert same.model.width == 16
+    (wide,) = spoken(["fediir", "mnist5k", "encoder=lenet-fmnist", "width=9"], [], "default").values()
+    assert wide.model.width == 9
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_what_the_list_of_methods_says_can_be_run(what: str) -> None:
+    assert len(spoken(what.split(), [], "default")) == 1
+
+
 @pytest.mark.parametrize("method", sorted(ALGORITHMS))
 def test_every_setting_is_listed(method: str) -> None:
     console = Console(file=io.StringIO(), width=200)
@@ -174,4 +199,4 @@ def test_a_setting_says_what_it_takes_and_means() -> None:
     assert means(UEFL, "passes") == means(FedAvg, "passes") == "Monte Carlo dropout passes T"
     assert takes(Local, "optimizer") == "adam | adamw | sgd"
     assert [takes(Local, name) for name in ("rate", "batch", "fresh")] == ["number", "whole number", "true | false"]
-    assert takes(FedAvg, "codebook") == "none"
+    assert takes(FedAvg, "codebook") == "on | none"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from uefl.algorithms import UEFL, FedAvg
+from uefl.algorithms import UEFL, Book, FedAvg
 from uefl.errors import InputError
 from uefl.experiment import Experiment
 from uefl.settings import has, leaves, override, plain
@@ -99,6 +99,7 @@ def test_a_group_of_settings_is_not_a_text():
     """FedAvg has no codebook; a word in its place would only fail much later."""
     with pytest.raises(InputError, match="codebook"):
         override(FedAvg(), ["codebook=yes"])
+    assert override(FedAvg(), ["codebook=on"]).codebook == Book()
     assert override(FedAvg(), ["codebook=none"]).codebook is None
 
 

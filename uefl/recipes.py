@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from uefl.algorithms import algorithm
+from uefl.algorithms import Book, algorithm
 from uefl.data import defaults
 from uefl.errors import unknown
 from uefl.experiment import Architecture, Experiment
@@ -30,13 +30,19 @@ PAPER: dict[str, tuple[int, float, int]] = {
 }
 
 
-def recipe(method: str, data: str, preset: str = "default", cut: str = "") -> Experiment:
-    """The experiment that a method's and a data set's names stand for."""
+def recipe(
+    method: str, data: str, preset: str = "default", cut: str = "", *, encoder: str = "", book: bool = False
+) -> Experiment:
+    """The experiment that a method's and a data set's names stand for; with another encoder, or a book around it."""
     if preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
-    experiment = Experiment(method=algorithm(method)(), data=defaults(data, cut))
-    experiment = _default(experiment)
-    return _paper(experiment) if preset == "paper" else experiment
+    of = algorithm(method)()
+    of = replace(of, codebook=Book()) if book and not of.codebook else of
+    experiment = _default(Experiment(method=of, data=defaults(data, cut)))
+    experiment = _paper(experiment) if preset == "paper" else experiment
+    if encoder in ("", experiment.model.encoder):
+        return experiment
+    return replace(experiment, model=replace(experiment.model, encoder=encoder, width=0, depth=0))  # its own size
 
 
 def _default(experiment: Experiment) -> Experiment:

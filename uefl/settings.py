@@ -90,8 +90,10 @@ def parsed(text: str, kind: Any, name: str) -> Any:
         return text
     if origin in (Union, types.UnionType):
         return None if text.lower() == "none" else parsed(text, next(a for a in args if a is not type(None)), name)
-    if is_dataclass(kind):
-        raise InputError(f"{name}={text}; allowed: none")
+    if is_dataclass(kind):  # a group of settings: as it comes; each of them has a name of its own
+        if text != "on":
+            raise InputError(f"{name}={text}; allowed: on, none")
+        return kind()  # type: ignore[operator]
     if origin is tuple:
         return tuple(parsed(part.strip(), args[0], name) for part in text.strip("()[]").split(",") if part.strip())
     if kind is bool:

@@ -26,7 +26,7 @@ def _spoken(hint: Any) -> str:
     if origin is tuple:
         return f"{_spoken(args[0])}, …"
     words = {bool: "true | false", int: "whole number", float: "number", str: "text"}
-    return words.get(hint, "none")  # a group of settings, of which only none can be said
+    return words.get(hint, "on")  # a group of settings
 
 
 def means(kind: type, name: str) -> str:

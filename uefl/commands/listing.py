@@ -18,6 +18,12 @@ from uefl.settings import leaves
 
 WIDE = 160  # of a pipe or a file, which have no width of their own
 SECTIONS = ("methods", "data", "cuts", "encoders")
+SETTINGS = {  # what the paper compares with too, and is no method but a way to train one
+    "fedavg members=5": "Deep ensemble of five networks in place of dropout (Lakshminarayanan et al., 2017).",
+    "fedavg dropout=0 watch_train=true epochs=8 schedule=cosine": (
+        "Neural collapse: no dropout, on past zero training error (Papyan et al., 2020)."
+    ),
+}
 
 
 def listing(what: str, console: Console) -> None:
@@ -30,7 +36,7 @@ def listing(what: str, console: Console) -> None:
         _settings(what, console)
         return
     sections = {
-        "methods": {name: (kind.__doc__ or "").split("\n")[0] for name, kind in methods.items()},
+        "methods": {name: (kind.__doc__ or "").split("\n")[0] for name, kind in methods.items()} | SETTINGS,
         "data": {name: source.about for name, source in brought(SOURCES, "uefl.readers").items()},
         "cuts": {name: (cut.__doc__ or "").split("\n")[0] for name, cut in CUTS.items()},
         "encoders": {name: entry.about for name, entry in brought(ENCODERS, "uefl.encoders").items()},

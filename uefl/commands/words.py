@@ -29,9 +29,15 @@ def spoken(words: Sequence[str], methods: Sequence[str], preset: str) -> dict[st
     if len(data) > 1:
         raise InputError(f"one data set at a time, not {', '.join(data)}")
     chosen = list(dict.fromkeys(n for n in names if n in ALGORITHMS)) or list(methods)
-    cut = next((a.removeprefix("cut=") for a in assignments if a.startswith("cut=")), "")
-    base = {name: recipe(name, data[0], preset, cut) for name in chosen}
-    return {name: override(e, _own(e, assignments, base)) for name, e in base.items()}
+    # These decide what the other settings are.
+    cut, encoder, book = (_said(assignments, name) for name in ("cut", "encoder", "codebook"))
+    base = {name: recipe(name, data[0], preset, cut, encoder=encoder, book=book == "on") for name in chosen}
+    rest = [a for a in assignments if a != "codebook=on"]
+    return {name: override(e, _own(e, rest, base)) for name, e in base.items()}
+
+
+def _said(assignments: Sequence[str], name: str) -> str:
+    return next((a.removeprefix(f"{name}=") for a in assignments if a.startswith(f"{name}=")), "")
 
 
 def _own(experiment: Experiment, assignments: Sequence[str], base: dict[str, Experiment]) -> list[str]:
