@@ -22,6 +22,7 @@ class Words(NamedTuple):
     down: str = "model"
     keeps: str = "nothing"
     dropout: str = "as the paper's"  # where mE comes from
+    sizes: bool = True  # whether the bytes were measured
 
 
 WORDS: dict[str, Words] = {
@@ -38,7 +39,7 @@ WORDS: dict[str, Words] = {
     "vq-fedavg": Words("model, its words", "the same"),
     "uefl": Words("model, its words", "the same"),
     "alone": Words("nothing", "nothing", "everything"),
-    "pooled": Words("all its images, once", "model at the end", "nothing"),
+    "pooled": Words("all its images, once", "model at the end", "nothing", sizes=False),
 }
 BOOKS = {  # with and without a codebook, in one table
     "rotated": {
@@ -121,8 +122,8 @@ def table(name: str, lines: Sequence[Line], times: Sequence[Line]) -> str:
                 method,
                 *_results(set_up, mine, base),
                 words.dropout,
-                f"{words.up}{_size(mine, 'up', cost)}",
-                f"{words.down}{_size(mine, 'down', cost)}",
+                f"{words.up}{_size(mine, 'up', cost) if words.sizes else ''}",
+                f"{words.down}{_size(mine, 'down', cost) if words.sizes else ''}",
                 words.keeps,
                 *(_ratio(cost[device], against[device]) for device in devices),
                 variant.paper or "–",
@@ -136,7 +137,8 @@ def _words(set_up: SetUp, method: str) -> Words:
     name = next(name for name, kind in ALGORITHMS.items() if kind is row.kind)
     words, built = WORDS[name], row.kind(**{"local": set_up.local, **row.fields})
     if built.codebook and "words" not in words.up:
-        words = words._replace(up=f"{words.up}, its words")
+        down = words.down if words.down == "the same" else f"{words.down}, its words"
+        words = words._replace(up=f"{words.up}, its words", down=down)
     if row.fields.get("offsets") == "mean":
         words = words._replace(up="model, offset", keeps="nothing")
     if row.model.get("members", 1) > 1:

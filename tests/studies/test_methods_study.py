@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from studies.methods.__main__ import PAGE, RECORDS, TIMES
-from studies.methods.page import page, table
+from studies.methods.page import found, page, table
 from studies.methods.running import Job, Where, chosen_rate, jobs, search, settled, together
 from studies.methods.set_ups import FEDAVG, SEEDS, SET_UPS
 from uefl.algorithms import ALGORITHMS
@@ -18,6 +19,14 @@ from uefl.recipes import recipe
 from uefl.records import read
 
 ROOT = Path(__file__).parents[2]
+MADE_FOR = {
+    "heldout-0": ("FedSR", "FedIIR"),
+    "heldout-75": ("FedSR", "FedIIR"),
+    "many": ("FedCR",),
+    "skewed": ("VHL", "FedBR, means of images", "FedBR, mixture"),
+    "rotated": ("FedBN", "DisTrans", "DisTrans, mean offset", "UEFL", "Deep ensemble of 5", "Neural collapse"),
+    "rotated-sgd": ("SCAFFOLD",),
+}
 
 
 def line(job: Job, accuracy: float, validation: float = 0.5) -> dict:
@@ -46,6 +55,14 @@ def test_the_committed_page_is_what_the_committed_records_make():
 def test_every_method_is_in_the_study():
     kinds = {row.kind for set_up in SET_UPS.values() for row in set_up.methods.values()}
     assert kinds == set(ALGORITHMS.values())
+
+
+@pytest.mark.parametrize(("name", "method"), [(name, method) for name, made in MADE_FOR.items() for method in made])
+def test_no_method_is_two_points_below_fedavg_where_it_was_made_for(name, method):
+    lines, level = read(ROOT / RECORDS), SET_UPS[name].level
+    mine, base = found(name, method, lines), found(name, FEDAVG, lines)
+    assert set(mine) == set(base) == set(SEEDS)
+    assert mean(mine[seed][level]["mA"] - base[seed][level]["mA"] for seed in SEEDS) > -0.02
 
 
 @pytest.mark.parametrize("name", SET_UPS)
