@@ -105,6 +105,12 @@ class Listening(Serial):
             self.replies.append(reply)
             yield reply
 
+    def ask(self, method: Any, task: str, say: Broadcast, on: Any) -> Any:
+        self.down |= {*say.state, *say.sent}
+        for reply in super().ask(method, task, say, on):
+            self.up |= {*reply.extra, *(name for answer in reply.answers.values() for name in answer)}
+            yield reply
+
 
 def model_of(net: nn.Module, sent: State | None = None, kept: State | None = None) -> Model:
     """A network as a client task sees it."""

@@ -156,7 +156,9 @@ def test_every_method_says_in_one_line_what_it_does(name):
         ("fediir", {"decay": 1.0}),
         ("fedcr", {"blend": 1.5}),
         ("vhl", {"each": 0}),
+        ("vhl", {"temperature": 0.0}),
         ("fedbr", {"mixed": 0}),
+        ("fedbr", {"tau": -1.0}),
         ("distrans", {"blend": -0.1}),
     ],
 )

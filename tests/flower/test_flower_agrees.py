@@ -1,6 +1,8 @@
 """The Flower engine tells the same story as the serial one."""
 
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,15 @@ def test_three_rounds_and_an_extension_agree(name, tmp_path):
     assert [timeless(r) for r in records] == [timeless(r) for r in same]
     if name == "uefl":
         assert there.access.shape[1] > 8, "the extension did not take place"
+
+
+def test_a_method_of_ones_own_agrees(tmp_path, monkeypatch):
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "your_algorithm.py"))
+    monkeypatch.setitem(ALGORITHMS, "momentum", example["Momentum"])
+    what = experiment("momentum")
+    here, _ = driven(serial(what), what)
+    there, _ = driven(flower(in_process(tmp_path), what), what)
+    assert furthest(here, there) < 1e-9
 
 
 def test_kept_norm_statistics_agree(tmp_path):

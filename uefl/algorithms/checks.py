@@ -18,6 +18,13 @@ def not_negative(method: object, *names: str) -> None:
             raise InputError(f"{name}={getattr(method, name)} must not be negative")
 
 
+def above_zero(method: object, *names: str) -> None:
+    """Temperatures and the like."""
+    for name in names:
+        if not getattr(method, name) > 0:
+            raise InputError(f"{name}={getattr(method, name)} must be greater than 0")
+
+
 def at_least_one(method: object, *names: str) -> None:
     """Counts."""
     for name in names:

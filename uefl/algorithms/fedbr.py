@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uefl.algorithms.checks import at_least_one, not_negative, one_network
+from uefl.algorithms.checks import above_zero, at_least_one, not_negative, one_network
 from uefl.algorithms.fedavg import FedAvg, cross_entropy
 from uefl.algorithms.patterns import enlarged, patterns
 from uefl.federation import Batch, Broadcast, Clients, Model, Server, State, Update, whole
@@ -55,6 +55,7 @@ class FedBR(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_negative(self, "mu", "lam", "gamma_max")
+        above_zero(self, "tau")
         at_least_one(self, "mixed")
 
     # --- the server ---------------------------------------------------------------------------------------------
@@ -108,8 +109,9 @@ class FedBR(FedAvg):
 
     def gain(self, model: Model, batch: Batch) -> Tensor:
         """The maximum step: the projection learns to tell pseudo-features apart, features stay as they are."""
-        seen = self.seen(model, batch)
-        return -self.gamma_max * self.contrast(model, seen.pseudo.detach(), seen.received, seen.real.detach())
+        with torch.no_grad():
+            seen = self.seen(model, batch)
+        return -self.gamma_max * self.contrast(model, seen.pseudo, seen.received, seen.real)
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """The minimum step: L = CE + μ T + λ CE(pseudo-images, no class)."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uefl.algorithms.checks import at_least_one, not_negative, one_network
+from uefl.algorithms.checks import above_zero, at_least_one, not_negative, one_network
 from uefl.algorithms.fedavg import FedAvg, cross_entropy
 from uefl.algorithms.patterns import enlarged, patterns
 from uefl.federation import Batch, Clients, Model, Server, State
@@ -41,6 +41,7 @@ class VHL(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         not_negative(self, "virtual", "align", "contrast", "align_epochs")
+        above_zero(self, "temperature")
         at_least_one(self, "each")
 
     def build(self, net: nn.Module) -> nn.Module:
