@@ -110,8 +110,8 @@ class Spoken(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, None]:
         (index,), (up,) = ctx.saved_tensors, above
         with torch.autocast(up.device.type, enabled=False):
-            chosen = index[:, None] == torch.arange(ctx.words, device=index.device)
-            return chosen.to(up.dtype).t() @ up, None
+            chosen = up.new_zeros(()).expand(len(index), ctx.words).scatter(1, index[:, None], 1)
+            return chosen.t() @ up, None
 
 
 def usage(index: Tensor, words: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from uefl.engines.arena import Arena
-from uefl.engines.fusible import fusible
+from uefl.engines.fusible import FUSION, fusible
 from uefl.federation import Batch, Model, State, Update
 from uefl.noise import Noise
 
@@ -94,9 +94,9 @@ class Compiler:
             if hasattr(dynamo.config, name):
                 setattr(dynamo.config, name, max(getattr(dynamo.config, name), SHAPES))
         # No kernel is chosen by a race, so that the next run gives the same bits; older compilers have no such option.
-        known = BACKEND == "inductor" and "deterministic" in inductor.list_options()
-        options: dict[str, Any] = {"options": {"deterministic": True}} if known else {}
-        compiled: Callable[..., Tensor] = torch.compile(loss, dynamic=False, backend=BACKEND, **options)
+        wanted: dict[str, Any] = {"deterministic": True, **FUSION}
+        options = {n: value for n, value in wanted.items() if BACKEND == "inductor" and n in inductor.list_options()}
+        compiled: Callable[..., Tensor] = torch.compile(loss, dynamic=False, backend=BACKEND, options=options or None)
         return compiled
 
 
