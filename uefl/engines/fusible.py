@@ -56,7 +56,7 @@ class Thin(nn.Conv2d):
         y = y.movedim(-1, 1)  # channels last in memory, too
         # In what comes next: in the product it is slow. Its gradient is a sum that a norm beside it needs as well; the
         # compiler takes it once if neither is a result itself: hence the 1, here and there.
-        return y if self.bias is None else (full(y) + 1 * self.bias[:, None, None]).to(y.dtype)
+        return y if self.bias is None else as_fine(full(y) + 1 * self.bias[:, None, None], y)
 
 
 class Pool(nn.MaxPool2d):
@@ -78,7 +78,7 @@ class Largest(torch.autograd.Function):
         y, *others = (x[:, :, i:h:k, j:w:k] for i in range(k) for j in range(k))
         at = torch.zeros_like(y, dtype=torch.int8)
         for place, other in enumerate(others, 1):
-            at = torch.where(other > y, place, at).to(torch.int8)
+            at = torch.where(other > y, place, at)
             y = torch.maximum(y, other)
         ctx.save_for_backward(at)
         ctx.sizes = *x.shape[2:], k
@@ -107,35 +107,33 @@ class Norm(nn.BatchNorm2d):
         n = input.numel() // input.shape[1]
         if not torch.compiler.is_compiling() or not self.training or n < 2:
             return super().forward(input)
-        y, mean, variance = Normed.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
         with torch.no_grad():
+            # In one pass, of what is left after a first value: that is of the size of all, so squares do not cancel.
+            first = full(input[:1, :, :1, :1])
+            rest = full(input) - first
+            mean = rest.sum(PLACES, keepdim=True) * (1 / n)
+            variance = (rest.square().sum(PLACES, keepdim=True) * (1 / n) - mean.square()).clamp_min(0)  # [1,C,1,1]
+            mean = mean + first
             self.num_batches_tracked.add_(1)
-            for running, seen in ((self.running_mean, mean), (self.running_var, variance * (n / (n - 1)))):
-                running.lerp_(seen.detach(), self.momentum)
-        out: Tensor = y
-        return out
+            self.running_mean.lerp_(mean.flatten(), self.momentum)
+            self.running_var.lerp_(variance.flatten() * (n / (n - 1)), self.momentum)
+            scale = (variance + self.eps).rsqrt()
+        y: Tensor = Normed.apply(input, self.weight, self.bias, mean, scale)  # type: ignore[no-untyped-call]
+        return y
 
 
 class Normed(torch.autograd.Function):
-    """y = a·x + b with a = γ/σ, b = β − μa; in one pass μ and σ² are sums of what is left after a first value."""
+    """y = a·x + b with a = γ/σ and b = β − μa, for x's own μ (`mean`) and 1/σ (`scale`)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        n = x.numel() // x.shape[1]
-        first = full(x[:1, :, :1, :1])  # of the size of all others, so that squares do not cancel
-        rest = full(x) - first
-        mean = rest.sum(PLACES, keepdim=True) * (1 / n)
-        variance = rest.square().sum(PLACES, keepdim=True) * (1 / n) - mean.square()
-        mean, scale = mean + first, (variance.clamp_min(0) + eps).rsqrt()  # [1,C,1,1]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         a = written(scale * weight[:, None, None])
         b = written(bias[:, None, None] - mean * a)
         ctx.save_for_backward(x, a, mean, scale)
-        mean, variance = mean.flatten(), variance.flatten()
-        ctx.mark_non_differentiable(mean, variance)
-        return (full(x) * a + b).to(x.dtype), mean, variance
+        return as_fine(full(x) * a + b, x)
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         """∂x = a (u − Σu/n − x̂ Σux̂/n) = a·u + p·x + q for u from above and x̂ = (x − μ)/σ."""
         (x, a, mean, scale), u = ctx.saved_tensors, full(above[0])
         n = x.numel() // x.shape[1]
@@ -143,7 +141,7 @@ class Normed(torch.autograd.Function):
         weight = (u * (full(x) - mean)).sum(PLACES, keepdim=True) * scale
         p = written(a * scale * weight * (-1 / n))
         q = written(a * bias * (-1 / n) - p * mean)
-        return (a * u + p * full(x) + q).to(x.dtype), weight.flatten(), (1 * bias).flatten(), None
+        return as_fine(a * u + p * full(x) + q, x), weight.flatten(), (1 * bias).flatten(), None, None
 
 
 PLACES = (0, 2, 3)
@@ -152,6 +150,11 @@ PLACES = (0, 2, 3)
 def full(x: Tensor) -> Tensor:
     """Half precision in single: sums want it."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def as_fine(t: Tensor, x: Tensor) -> Tensor:
+    """In the precision of x. Only if it is another: results cast to what they are have no gradient in torch 2.11."""
+    return t if t.dtype == x.dtype else t.to(x.dtype)
 
 
 def written(t: Tensor) -> Tensor:
