@@ -66,6 +66,22 @@ def test_normal_draws_are_normal():
     assert (x.abs() > 1.96).float().mean().item() == pytest.approx(0.05, abs=2e-3)
 
 
+def test_a_compiler_leaves_normal_draws_to_torch():
+    """Its own logarithms and cosines end in other bits."""
+    seen = []
+
+    def backend(graph, _inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    k = torch.tensor(key("k"))
+    found = torch.compile(lambda k: 2 * normal(k, (3, 1000)), backend=backend)(k)
+    assert torch.equal(found, 2 * normal(k, (3, 1000)))
+    assert [name for name in seen if "normal" in name]
+    assert not [name for name in seen if "log" in name or "cos" in name]
+
+
 def test_a_permutation_holds_everything_once_and_favours_no_place():
     assert torch.equal(permutation(3, 1000).sort().values, torch.arange(1000))
     firsts = torch.tensor([permutation(key("p", i), 5)[0].item() for i in range(2000)])

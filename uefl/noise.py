@@ -64,9 +64,23 @@ def uniform(k: int | Tensor, shape: Sequence[int], device: torch.device | str = 
 
 def normal(k: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """Standard normal draws (Box-Muller)."""
+    if isinstance(k, Tensor) and torch.compiler.is_compiling():
+        drawn: Tensor = _normal(k, shape)
+        return drawn
     n = torch.Size(shape).numel()
     u = uniform(k, (2, n), device)
     return ((-2 * u[0].log()).sqrt() * (2 * torch.pi * u[1]).cos()).reshape(tuple(shape))
+
+
+@torch.library.custom_op("uefl::normal", mutates_args=(), schema="(Tensor k, SymInt[] shape) -> Tensor")
+def _normal(k: Tensor, shape: Sequence[int]) -> Tensor:
+    """The same as one operation: a compiler's own logarithms and cosines end in other bits."""
+    return normal(k, shape)
+
+
+@_normal.register_fake
+def _like_normal(k: Tensor, shape: Sequence[int]) -> Tensor:
+    return k.new_empty(shape, dtype=torch.float32)
 
 
 def permutation(k: int | Tensor, n: int, device: torch.device | str = "cpu") -> Tensor:
