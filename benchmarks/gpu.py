@@ -83,7 +83,7 @@ KERNELS = {  # what a kernel's name says it does; the first that fits
 
 def shares(who: str, ours: Ours, o: Options) -> Iterator[Figure]:
     """Where the device's time goes in a round's training, by kind of kernel; the rest of the time it is idle."""
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         spent = seconds(ours.train, o.device)
     kinds = dict.fromkeys(KERNELS, 0.0)
     for event in seen.key_averages():

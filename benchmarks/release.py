@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.frame import Figure, Options, take_turns
+from benchmarks.ops import shares
 from uefl.engines import Serial
 from uefl.experiment import Experiment
 from uefl.federation import Silo
@@ -133,3 +134,4 @@ def run(o: Options) -> Iterator[Figure]:
     }
     for who, values in take_turns(contenders, o, warm=False).items():
         yield Figure(who, "a round of the demo", "CPU s", [v / ROUNDS for v in values], f"{ROUNDS} rounds")
+    yield from shares(contenders["uefl"], "a round of the demo", per=ROUNDS)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.everyone.task import BATCH, CLASSES, EVALUATION_BATCH, HIDDEN, RATE, SEED, asked, encoder, say
+from benchmarks.everyone.task import BATCH, CLASSES, EVALUATION_BATCH, HIDDEN, RATE, SEED, Task, asked, encoder, say
 from uefl.algorithms import FedAvg
 from uefl.engines import Serial
-from uefl.federation import Part, Silo
+from uefl.federation import Part, Server, Silo
 from uefl.local import Local
 from uefl.metrics import mean_over
 from uefl.models.net import Net
 
 
-def main() -> None:
-    task = asked()
+def begun(task: Task) -> tuple[FedAvg, Serial, Server]:
     parts = zip(task.x, task.y, task.test_x, task.test_y)
     none = Part(task.x[0, :0], task.y[0, :0])
     silos = [Silo(f"s{i}", Part(x, y), none, Part(a, b)) for i, (x, y, a, b) in enumerate(parts)]
@@ -23,7 +22,12 @@ def main() -> None:
     torch.manual_seed(SEED)
     net = Net(encoder(), CLASSES, (1, 28, 28), hidden=HIDDEN, dropout=0.0, normalise="none")
     clients = Serial(silos, net, seed=SEED)
-    server = method.start(clients)
+    return method, clients, method.start(clients)
+
+
+def main() -> None:
+    task = asked()
+    method, clients, server = begun(task)
     for _ in range(task.rounds):
         server = method.step(clients, server)
         # A round's model is measured when the next one begins, the last one's at the end.
