@@ -41,7 +41,11 @@ class Eager:
     def train(self, x: Tensor, y: Tensor) -> State:
         self.net.load_state_dict(self.state)
         self.net.train()
-        optimizer = self.local.build(list(self.net.parameters()), self.local.rate)
+        optimizer: torch.optim.Optimizer
+        if self.local.optimizer == "sgd":
+            optimizer = torch.optim.SGD(self.net.parameters(), self.local.rate, momentum=self.local.momentum)
+        else:
+            optimizer = torch.optim.Adam(self.net.parameters(), self.local.rate)
         for _ in range(self.local.epochs):
             order = torch.randperm(len(y), device=self.device)
             for index in order.split(self.local.batch):

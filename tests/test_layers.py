@@ -107,3 +107,18 @@ def test_importing_brings_nothing_heavy_along():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
     assert "torch" in done.stdout.split()
     assert not HEAVY & set(done.stdout.split())
+
+
+def test_a_run_on_a_cpu_leaves_torchs_compiler_alone():
+    """Which takes a second to import, and the classes of `torch.optim` do when made."""
+    code = """
+import sys
+from stripes import ROUNDS, clients, play, short
+from uefl.algorithms import UEFL, FedAvg
+from uefl.local import Local
+for method in (short(FedAvg), short(UEFL), FedAvg(**{**ROUNDS, "local": Local(optimizer="sgd")})):
+    play(method, clients(method))
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert done.stdout == "False\n", done.stderr

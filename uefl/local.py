@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from uefl.errors import InputError
 
@@ -45,17 +43,6 @@ class Local:
         if self.schedule == "step":
             return self.rate * 0.1 ** int(done * 3)  # a tenth after each third
         return self.rate
-
-    def build(self, params: Sequence[Tensor], rate: float, times: Sequence[float] = ()) -> Optimizer:
-        """The optimiser of some weights; `times` the rate for each, where they differ."""
-        groups: dict[float, list[Tensor]] = {}
-        for param, factor in zip(params, times or [1.0] * len(params)):
-            groups.setdefault(factor, []).append(param)
-        each: list[dict[str, Any]] = [{"params": group, "lr": rate * factor} for factor, group in groups.items()]
-        if self.optimizer == "sgd":
-            return SGD(each, rate, momentum=self.momentum, weight_decay=self.weight_decay)
-        kind = AdamW if self.optimizer == "adamw" else Adam
-        return kind(each, rate, weight_decay=self.weight_decay)
 
     def clipped(self, gradients: list[Tensor]) -> list[Tensor]:
         """Gradients scaled down to the largest norm allowed."""

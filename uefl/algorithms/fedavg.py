@@ -224,4 +224,4 @@ NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """Of [M, B, C] against [B], summed over the members M so that each one sees its own gradient."""
-    return F.cross_entropy(logits.flatten(0, 1), y.repeat(len(logits))) * len(logits)
+    return F.cross_entropy(logits.flatten(0, 1), y.expand(len(logits), -1).flatten()) * len(logits)

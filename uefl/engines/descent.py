@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
+from uefl.engines.optimizer import FIRST, LEAST, SECOND
 from uefl.federation import State
 from uefl.local import Local
-
-FIRST, SECOND, LEAST = 0.9, 0.999, 1e-8  # β₁, β₂, ε of Adam, as torch has them
 
 
 class Descent:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from uefl.engines.optimizer import Optimizer
 from uefl.engines.pooling import pooled_first
 from uefl.errors import InputError
 from uefl.federation import (
@@ -152,10 +153,10 @@ class Serial:
         optimizers = []
         for update in method.updates(say):
             params = {n: p for n, p in model.params.items() if update.learns(n)}
-            times = [update.rate(n) for n in params]
-            optimizers.append((update, params, local.build(list(params.values()), say.rate, times)))
+            times = {n: update.rate(n) for n in params}
+            optimizers.append((update, Optimizer(local, params, say.rate, times)))
         if not local.fresh:
-            restore(model, [optimizer for *_, optimizer in optimizers])
+            restore(model, [optimizer for _, optimizer in optimizers])
         step = 0
         for epoch in range(local.epochs):
             order = permutation(key(self.seed, name, say.round, epoch, "order"), len(part.y), self.device)
@@ -163,13 +164,13 @@ class Serial:
                 index = order[cut]
                 batch = Batch(part.x[index], part.y[index], step, epoch)
                 self._draw(key(self.seed, name, say.round, step, "train"))
-                for update, params, optimizer in optimizers:
+                for update, optimizer in optimizers:
                     with self._precise():
                         loss = update.loss(model, batch)
-                    descend(method, model, loss, params, optimizer)
+                    descend(method, model, loss, optimizer)
                 step += 1
         if not local.fresh:
-            model.kept |= saved(model, [optimizer for *_, optimizer in optimizers])
+            model.kept |= saved([optimizer for _, optimizer in optimizers])
             model.kept[WORDS] = indices(say.access[say.silos.index(name)])
         return step
 
@@ -269,25 +270,20 @@ def load(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the network needs {tuple(old.shape)}")
 
 
-def descend(
-    method: Method, model: Model, loss: Tensor, params: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-) -> None:
+def descend(method: Method, model: Model, loss: Tensor, optimizer: Optimizer) -> None:
     """One update of some weights down one loss."""
+    params = optimizer.params
     found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     gradients = method.adjust(model, {n: g for n, g in zip(params, found) if g is not None})
-    scaled = dict(zip(gradients, method.local.clipped(list(gradients.values()))))
-    for name, param in params.items():
-        param.grad = scaled.get(name)
-    optimizer.step()
+    optimizer.step(dict(zip(gradients, method.local.clipped(list(gradients.values())))))
 
 
-def saved(model: Model, optimizers: list[torch.optim.Optimizer]) -> State:
+def saved(optimizers: Sequence[Optimizer]) -> State:
     """Optimiser state as named tensors."""
-    names = {id(p): n for n, p in model.params.items()}
     return {
-        f"{OPTIMIZER}{i}.{entry}.{names[id(p)]}": torch.as_tensor(value).detach().clone()
+        f"{OPTIMIZER}{i}.{entry}.{param}": value
         for i, optimizer in enumerate(optimizers)
-        for p, state in optimizer.state.items()
+        for param, state in optimizer.state.items()
         for entry, value in state.items()
     }
 
@@ -304,7 +300,7 @@ def still_true(kept: State, row: Tensor) -> State:
     return {n: t for n, t in kept.items() if not (n.startswith(OPTIMIZER) and is_words(n.split(".", 3)[-1]))}
 
 
-def restore(model: Model, optimizers: list[torch.optim.Optimizer]) -> None:
+def restore(model: Model, optimizers: Sequence[Optimizer]) -> None:
     """Give optimisers back what a silo kept of them; where words came or went, theirs starts afresh as a whole."""
     found: dict[tuple[int, str], State] = {}
     for name, value in model.kept.items():
@@ -313,4 +309,4 @@ def restore(model: Model, optimizers: list[torch.optim.Optimizer]) -> None:
             found.setdefault((int(i), param), {})[entry] = value
     for (at, param), state in found.items():
         if all(value.dim() == 0 or value.shape == model.params[param].shape for value in state.values()):
-            optimizers[at].state[model.params[param]].update({n: value.clone() for n, value in state.items()})
+            optimizers[at].state[param] = {n: value.clone() for n, value in state.items()}
