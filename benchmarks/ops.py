@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.frame import US, Figure, seconds
 
 OPS = {  # what an operation's name says it does; the first that fits
-    "optimiser": ("Optimizer.", "_foreach", "_fused"),
     "convolutions": ("convolution", "conv2d"),
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
     "pooling": ("max_pool",),

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
-from uefl.engines.optimizer import FIRST, LEAST, SECOND
+from uefl.engines.optimizer import adam_of
 from uefl.federation import State
 from uefl.local import Local
 
@@ -56,7 +54,7 @@ class Descent:
             n: g if g.stride() == self.params[n].stride() else like(self.params[n][at], g) for n, g in gradients.items()
         }
         params, means, squares, steps = ([t for n in gradients for t in ts[n]] for ts in places)
-        (adamw if self.local.optimizer == "adamw" else adam)(
+        adam_of(self.local)(
             params,
             [t for g in alike.values() for t in g],
             means,
@@ -66,13 +64,7 @@ class Descent:
             fused=self.fused,
             foreach=not self.fused,
             capturable=not self.fused,
-            amsgrad=False,
-            beta1=FIRST,
-            beta2=SECOND,
             lr=rate,
-            weight_decay=self.local.weight_decay,
-            eps=LEAST,
-            maximize=False,
         )
 
 

@@ -1,9 +1,12 @@
-"""Torch's optimisers by the functions behind its classes: to make one of the classes imports torch's compiler, which
-takes most of a second, and their step's wrapping as long as the update of a small network."""
+"""Torch's optimisers by the functions behind its classes.
+
+To make one of the classes imports torch's compiler, which takes most of a second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +17,12 @@ from torch.optim.sgd import sgd
 from uefl.federation import State
 from uefl.local import Local
 
-FIRST, SECOND, LEAST = 0.9, 0.999, 1e-8  # β₁, β₂, ε of Adam, as torch has them
+
+def adam_of(local: Local) -> Callable[..., None]:
+    """Adam or AdamW with torch's β₁, β₂ and ε; what is left to say are lists of tensors and the rate."""
+    kind = adamw if local.optimizer == "adamw" else adam
+    decay = local.weight_decay
+    return partial(kind, amsgrad=False, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=decay, maximize=False)
 
 
 class Optimizer:
@@ -60,18 +68,12 @@ class Optimizer:
                     "exp_avg_sq": torch.zeros_like(p),
                 }
         state = [self.state[n] for n in names]
-        (adamw if self.local.optimizer == "adamw" else adam)(
+        adam_of(self.local)(
             [self.params[n] for n in names],
             [gradients[n] for n in names],
             [s["exp_avg"] for s in state],
             [s["exp_avg_sq"] for s in state],
             [],
             [s["step"] for s in state],
-            amsgrad=False,
-            beta1=FIRST,
-            beta2=SECOND,
             lr=rate,
-            weight_decay=self.local.weight_decay,
-            eps=LEAST,
-            maximize=False,
         )
