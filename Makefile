@@ -23,7 +23,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # FedAvg with layer norm: over three seeds the better one by validation (README); `uefl compare` runs both.
 demo: .venv/demo
-	$(BIN)/uefl compare normalise=layer
+	$(BIN)/uefl compare feature_norm=layer
 
 deploy-demo: .venv/ready
 	$(BIN)/uefl deploy demo runs/deploy-demo-$$(date +%Y%m%d-%H%M%S)

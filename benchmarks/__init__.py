@@ -1,1 +1,1 @@
-"""Measurements of speed, memory and traffic, peers beside us in the same run. `python -m benchmarks` lists them."""
+"""Measure speed, memory and traffic, with peers in the same run. `python -m benchmarks` lists the benchmarks."""

@@ -1,4 +1,4 @@
-"""One command: run a benchmark, print its table, append its records."""
+"""Run a benchmark, print its table and append its records."""
 
 from __future__ import annotations
 
@@ -10,48 +10,51 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.frame import RECORDS, Options, record, table
+from benchmarks.harness import RECORDS, Options, append_records, make_table
 
-BENCHMARKS = {  # name: module with `run(options) -> figures`
-    "federation": "benchmarks.federation",
-    "release": "benchmarks.release",
-    "passes": "benchmarks.passes",
-    "kmeans": "benchmarks.clusters",
-    "words": "benchmarks.words",
-    "clients": "benchmarks.clients",
-    "bytes": "benchmarks.traffic",
-    "t11": "benchmarks.cost",
-    "many": "benchmarks.many",
-    "large": "benchmarks.large",
+BENCHMARKS = {  # name: module with `run(options) -> Iterator[Measurement]`
+    "frameworks": "benchmarks.frameworks",
+    "authors-code": "benchmarks.authors_code",
+    "mc-dropout": "benchmarks.mc_dropout",
+    "kmeans": "benchmarks.kmeans_speed",
+    "codebook": "benchmarks.codebook_step",
+    "client-scaling": "benchmarks.client_scaling",
+    "traffic": "benchmarks.traffic",
+    "cost": "benchmarks.cost",
+    "many-clients": "benchmarks.many_clients",
+    "large-network": "benchmarks.large_network",
 }
 
 
 def main(
-    name: Annotated[str, typer.Argument(help=f"one of {', '.join(BENCHMARKS)}; none: list them")] = "",
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    repeats: Annotated[int, typer.Option(min=1, help="turns of every contender")] = 3,
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}; default: list them.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of every contender.")] = 3,
     data: Annotated[
-        str, typer.Option(envvar="UEFL_BENCH_DATA", help="mnist5k, mnist, or a safetensors file with x and y")
+        str, typer.Option(envvar="UEFL_BENCH_DATA", help="mnist5k, mnist, or a safetensors file with x and y.")
     ] = "mnist5k",
-    tiny: Annotated[bool, typer.Option("--tiny", help="show that it runs; the figures mean nothing")] = False,
-    out: Annotated[Path | None, typer.Option(help="file of records; default benchmarks/records/<name>.jsonl")] = None,
+    tiny: Annotated[
+        bool,
+        typer.Option("--tiny", help="Smoke test at a minimal size; the measurements are not meaningful."),
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="File of records; default: benchmarks/records/<name>.jsonl.")] = None,
 ) -> None:
-    """Measure, print a table with ratios against the peers of this very run, and append records."""
+    """Measure, print a table with ratios to the peers of the same run, and append records."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)  # a log file has no width of its own
+        console = Console(width=160)  # a log file has no width
     if name not in BENCHMARKS:
         if name:
             console.print(f"unknown benchmark '{name}'; known:", highlight=False)
         for known, module in BENCHMARKS.items():
-            console.print(f"{known:12} {(import_module(module).__doc__ or '').splitlines()[0]}", highlight=False)
+            console.print(f"{known:14} {(import_module(module).__doc__ or '').splitlines()[0]}", highlight=False)
         raise typer.Exit(2 if name else 0)
     torch.set_num_threads(1)  # two threads on two shared cores can be many times slower than one
-    o = Options(device, repeats, tiny, data)
-    figures = list(import_module(BENCHMARKS[name]).run(o))
-    console.print(table(name, figures))
+    options = Options(device, repeats, tiny, data)
+    measurements = list(import_module(BENCHMARKS[name]).run(options))
+    console.print(make_table(name, measurements))
     if out or not tiny:
-        record(name, figures, o, out or RECORDS / f"{name}.jsonl")
+        append_records(name, measurements, options, out or RECORDS / f"{name}.jsonl")
 
 
 if __name__ == "__main__":

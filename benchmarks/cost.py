@@ -1,4 +1,4 @@
-"""T11 of the paper: parameters (shared and own words apart), time a step and a prediction, FedAvg beside UEFL."""
+"""Parameters (shared codewords and those of one silo), time per step and per prediction, of FedAvg and UEFL (T11)."""
 
 from __future__ import annotations
 
@@ -7,49 +7,58 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.frame import Figure, Options, settle, take_turns
-from benchmarks.images import digits
-from benchmarks.nets import batch, placed, release, vgg16
+from benchmarks.digits import load_digits
+from benchmarks.harness import OURS, Measurement, Options, configure_kernels, measure_interleaved
+from benchmarks.networks import make_authors_mnist_net, make_batch, make_vgg16, move_to_device
 
-# The paper's book for CIFAR10: 64 words for all; two extensions that double give a silo 192 of its own.
-SHARED, OWN = 64, 192
-PAPER = {"FedAvg": "paper: 14.991 M", "uefl": "paper: 15.491 M"}
+# The paper's codebook for CIFAR10: 64 shared codewords; two extensions that double give a silo 192 more.
+SHARED_CODEWORDS, OWN_CODEWORDS = 64, 192
+PAPER_PARAMETERS = {"FedAvg": "paper: 14.991 M", OURS: "paper: 15.491 M"}
 
 
-def run(o: Options) -> Iterator[Figure]:
-    settle(o)
-    images, n = digits(o.data), 4 if o.tiny else 256 if o.cuda else 16
+def run(options: Options) -> Iterator[Measurement]:
+    """Count parameters and measure steps and predictions, with and without a codebook."""
+    configure_kernels(options)
+    images, batch_size = load_digits(options.data), 4 if options.tiny else 256 if options.on_cuda else 16
     nets = {}
-    for who in ("FedAvg", "uefl"):
-        net = release(tiny=True) if o.tiny else vgg16("vgg16-bn")
-        if who == "uefl":
-            net.with_codebook(1, SHARED + OWN)
-        nets[who] = placed(net, o.device)
-    for who, net in nets.items():
-        yield Figure(who, "parameters", "M", [sum(p.numel() for p in net.parameters()) / 1e6], PAPER[who])
-    width = nets["uefl"].width
-    yield Figure("uefl", f"of them, {SHARED} shared words", "M", [SHARED * width / 1e6])
-    yield Figure("uefl", f"of them, {OWN} words of one silo's own", "M", [OWN * width / 1e6])
-    unit = "s" if o.cuda else "CPU s"
-    shape = nets["uefl"].shape
-    x, y = batch(images, n, shape, o.device)
+    for contender in PAPER_PARAMETERS:
+        net = make_authors_mnist_net(tiny=True) if options.tiny else make_vgg16("vgg16-bn")
+        if contender == OURS:
+            net.add_codebook(1, SHARED_CODEWORDS + OWN_CODEWORDS)
+        nets[contender] = move_to_device(net, options.device)
+    for contender, net in nets.items():
+        num_parameters = sum(p.numel() for p in net.parameters())
+        yield Measurement(contender, "parameters", "M", [num_parameters / 1e6], PAPER_PARAMETERS[contender])
+    num_features = nets[OURS].num_features
+    for quantity, num_codewords in {
+        f"of these, {SHARED_CODEWORDS} shared codewords": SHARED_CODEWORDS,
+        f"of these, {OWN_CODEWORDS} codewords of one silo": OWN_CODEWORDS,
+    }.items():
+        yield Measurement(OURS, quantity, "M", [num_codewords * num_features / 1e6])
+    x, y = make_batch(images, batch_size, nets[OURS].input_shape, options.device)
     steps: dict[str, Callable[[], object]] = {}
-    for who, net in nets.items():
+    for contender, net in nets.items():
         optimizer = torch.optim.Adam(net.parameters(), 1e-4)
 
         def step(net=net, optimizer=optimizer) -> None:  # type: ignore[no-untyped-def]
             optimizer.zero_grad()
-            seen = net.train()(x)
-            (cross_entropy(seen.logits[0], y) + seen.commitment + 0.25 * seen.codeword).backward()
+            prediction = net.train()(x)
+            loss = cross_entropy(prediction.logits[0], y)
+            (loss + prediction.commitment_loss + 0.25 * prediction.codebook_loss).backward()
             optimizer.step()
 
-        steps[who] = step
-    for who, values in take_turns(steps, o, times=10 if o.cuda else 3).items():
-        yield Figure(who, f"a step of {n} images", unit, values)
+        steps[contender] = step
+    for contender, values in measure_interleaved(steps, options, calls_per_turn=10 if options.on_cuda else 3).items():
+        yield Measurement(contender, f"a step of {batch_size} images", options.time_unit, values)
     for net in nets.values():
         net.eval()
-    for size in (1, n):
+    for size in (1, batch_size):
+        predictions: dict[str, Callable[[], object]] = {
+            contender: lambda net=net, size=size: net(x[:size])  # type: ignore[misc]
+            for contender, net in nets.items()
+        }
         with torch.no_grad():
-            found = take_turns({w: lambda net=net, size=size: net(x[:size]) for w, net in nets.items()}, o, times=20)  # type: ignore[misc]
-        for who, values in found.items():
-            yield Figure(who, f"a prediction, {size} at a time", unit, [v / size for v in values])
+            seconds = measure_interleaved(predictions, options, calls_per_turn=20)
+        for contender, values in seconds.items():
+            quantity = f"per prediction, batches of {size}"
+            yield Measurement(contender, quantity, options.time_unit, [v / size for v in values])

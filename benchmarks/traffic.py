@@ -1,46 +1,55 @@
-"""Bytes a silo receives and sends in a round, for every method: from the records of tiny runs of the demo's recipe."""
+"""Bytes that a silo receives and sends per round, for every method, from the records of short runs of the demo."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from benchmarks.frame import Figure, Options
-from benchmarks.images import digits, silos
-from uefl.algorithms import ALGORITHMS
-from uefl.engines import Serial
-from uefl.federation import Silo
-from uefl.recipes import recipe
-from uefl.records import Record
+from benchmarks.digits import load_digits, make_silos
+from benchmarks.harness import Measurement, Options
+from uefl.algorithms import METHODS
+from uefl.core.federation import Silo
+from uefl.engines.serial import SerialEngine
+from uefl.experiment.recipes import make_experiment
+from uefl.experiment.records import Record
 
-COUNT, TRAIN, TEST, VALIDATION = 3, 40, 8, 8
-ROUNDS = {2: "round 2: first book", 3: "an ordinary round", 4: "round 4: extension", 5: "the round after it"}
-
-
-def run(o: Options) -> Iterator[Figure]:
-    parts = silos(digits(o.data), COUNT, TRAIN, TEST, VALIDATION)
-    for name in list(ALGORITHMS)[:2] if o.tiny else ALGORITHMS:
-        records, words = tiny_run(name, parts, o.device)
-        for round_, what in ROUNDS.items():
-            if words or round_ == 3:  # without a book all rounds are alike
-                down, up = (records[round_ - 1][f"bytes_{way}"] / COUNT for way in ("down", "up"))
-                note = f"{words[round_ - 1]} words at most" if words else ""
-                yield Figure(name, f"{what}, down", "B", [down], note)
-                yield Figure(name, f"{what}, up", "B", [up], note)
+NUM_SILOS, TRAIN_PER_SILO, TEST_PER_SILO, VALIDATION_PER_SILO = 3, 40, 8, 8
+ORDINARY_ROUND = 3
+ROUND_LABELS = {
+    2: "round 2: initial codebook",
+    ORDINARY_ROUND: "an ordinary round",
+    4: "round 4: extension",
+    5: "the round after the extension",
+}
 
 
-def tiny_run(name: str, parts: Sequence[Silo], device: str) -> tuple[list[Record], list[int]]:
-    """Records of a few rounds, and with a book the most words a silo had in each."""
-    experiment = recipe(name, "mnist5k")
+def run(options: Options) -> Iterator[Measurement]:
+    """Measure the bytes of selected rounds; without a codebook all rounds are alike."""
+    silos = make_silos(load_digits(options.data), NUM_SILOS, TRAIN_PER_SILO, TEST_PER_SILO, VALIDATION_PER_SILO)
+    for method in list(METHODS)[:2] if options.tiny else METHODS:
+        records, has_codebook = run_tiny(method, silos, options.device)
+        for round_number, label in ROUND_LABELS.items():
+            if has_codebook or round_number == ORDINARY_ROUND:
+                record = records[round_number - 1]
+                num_codewords = max(silo["num_codewords"] for silo in record["silos"].values())
+                note = f"at most {num_codewords} codewords" if has_codebook else ""
+                for direction in ("down", "up"):
+                    num_bytes = record[f"bytes_{direction}"] / NUM_SILOS
+                    yield Measurement(method, f"{label}, {direction}", "B", [num_bytes], note)
+
+
+def run_tiny(method_name: str, silos: Sequence[Silo], device: str) -> tuple[list[Record], bool]:
+    """Run a few rounds; return their records, and whether the method has a codebook."""
+    experiment = make_experiment(method_name, "mnist5k")
     method = experiment.method
-    # Whoever is not the least uncertain gets words after round 4.
-    book = replace(method.codebook, gamma=0.0, errors=0.0) if method.codebook else None
+    # Every silo but the least uncertain one gets codewords after round 4.
+    codebook = replace(method.codebook, gamma=0.0, min_standard_errors=0.0) if method.codebook else None
     local = replace(method.local, epochs=1)
-    method = replace(method, rounds=4, extra_rounds=2, iterations=2, passes=2, local=local, codebook=book)
-    net = replace(experiment, method=method).network((1, 28, 28), 10)
-    clients = Serial(list(method.prepare(parts)), net, device=device)
-    server, records = method.start(clients), list[Record]()
-    while server.round < method.budget:
+    method = replace(method, rounds=4, extra_rounds=2, iterations=2, mc_samples=2, local=local, codebook=codebook)
+    net = replace(experiment, method=method).build_network((1, 28, 28), 10)
+    clients = SerialEngine(list(method.prepare_silos(silos)), net, device=device)
+    server, records = method.initialize_server(clients), list[Record]()
+    while server.round < method.total_rounds:
         server = method.step(clients, server)
-        records += server.records
-    return records, [max(s["words"] for s in r["silos"].values()) for r in records] if book else []
+        records += server.completed_records
+    return records, codebook is not None

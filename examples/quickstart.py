@@ -1,21 +1,22 @@
-"""Own silos as tensors, an own encoder, UEFL, a result."""
+"""Train UEFL on your own silos, given as tensors, with your own encoder."""
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from uefl import UEFL, Book, Local, Silo, train
+from uefl import UEFL, ExtensibleCodebook, LocalTraining, Silo, train
 
-x, y = (torch.tensor(a) for a in load_digits(return_X_y=True))  # 1797 digits of 8×8
+x, y = (torch.tensor(a) for a in load_digits(return_X_y=True))  # 1797 digits of 8×8 pixels
 x = (x.float().view(-1, 1, 8, 8) - 5) / 6
-turned = {"north": x[:600], "east": x[600:1200].rot90(1, (2, 3)), "south": x[1200:].rot90(2, (2, 3))}
+images = {"north": x[:600], "east": x[600:1200].rot90(1, (2, 3)), "south": x[1200:].rot90(2, (2, 3))}
 labels = {"north": y[:600], "east": y[600:1200], "south": y[1200:]}
-silos = [Silo.split(name, turned[name], labels[name], domain=name) for name in turned]
+silos = [Silo.from_tensors(name, images[name], labels[name], domain=name) for name in images]
 
 encoder = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1))
-method = UEFL(rounds=6, extra_rounds=4, local=Local(rate=2e-3, batch=32), codebook=Book(words=64))
-result = train(method, silos, encoder, classes=10, hidden=64)
+local, codebook = LocalTraining(lr=2e-3, batch_size=32), ExtensibleCodebook(num_codewords=64)
+method = UEFL(rounds=6, extra_rounds=4, local=local, codebook=codebook)
+result = train(method, silos, encoder, num_classes=10, hidden_size=64)
 
 print(f"mean accuracy {result.accuracy:.3f}, mean entropy {result.entropy:.3f}")
 for name, silo in result.summary["mean of last 5"]["silos"].items():
-    print(f"{name}: accuracy {silo['accuracy']:.3f}, may use {silo['words']:.0f} words")
+    print(f"{name}: accuracy {silo['accuracy']:.3f}, {silo['num_codewords']:.0f} accessible codewords")

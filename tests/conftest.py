@@ -1,5 +1,9 @@
-"""One torch thread, as everywhere: more can be many times slower on shared cores."""
+"""One torch thread per process, since more can be many times slower on shared cores; helpers of tests in any folder."""
+
+import sys
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))  # `harness` is for the tests of every folder
 torch.set_num_threads(1)

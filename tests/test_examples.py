@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from stripes import clients, play, short
+from harness import make_clients, make_short_method, run_rounds
 
-from uefl.engines import Stacked
+from uefl.engines.stacked.stacked_engine import StackedEngine
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
@@ -22,14 +22,14 @@ def test_the_example_runs(example: Path) -> None:
     assert "accuracy" in done.stdout
 
 
-def test_a_method_of_ones_own_agrees_on_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process; tests/flower has it on Flower."""
-    monkeypatch.setattr("uefl.engines.compiling.BACKEND", "aot_eager")
+def test_a_method_of_a_user_agrees_on_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines of one process; tests/flower has the same test on Flower."""
+    monkeypatch.setattr("uefl.engines.stacked.compiler.COMPILE_BACKEND", "aot_eager")
     torch._dynamo.reset()
     (example,) = (path for path in EXAMPLES if path.stem == "your_algorithm")
-    method = short(runpy.run_path(str(example))["Momentum"])
-    expected, _ = play(method, clients(method, dtype=torch.float64))
-    for engine in (Stacked, partial(Stacked, chunk=1, compiled=True)):
-        found, _ = play(method, clients(method, dtype=torch.float64, engine=engine))  # type: ignore[arg-type]
-        for name, tensor in expected.state.items():
-            torch.testing.assert_close(found.state[name], tensor, rtol=1e-9, atol=1e-9)
+    method = make_short_method(runpy.run_path(str(example))["Momentum"])
+    expected, _ = run_rounds(method, make_clients(method, dtype=torch.float64))
+    for engine in (StackedEngine, partial(StackedEngine, max_stack_size=1, use_compiler=True)):
+        server, _ = run_rounds(method, make_clients(method, dtype=torch.float64, engine=engine))  # type: ignore[arg-type]
+        for name, tensor in expected.model_state.items():
+            torch.testing.assert_close(server.model_state[name], tensor, rtol=1e-9, atol=1e-9)

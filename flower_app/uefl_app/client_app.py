@@ -1,5 +1,5 @@
-"""What a silo runs. Deployed, `--node-config 'silo="…" data="…"'` says which silo it is and where its data lie."""
+"""The client app of a silo. A deployed node names silo and folder: `--node-config 'silo="…" data_path="…"'`."""
 
-from uefl.flower.client import client_app
+from uefl.flower.client import make_client_app
 
-app = client_app()
+app = make_client_app()

@@ -1,5 +1,5 @@
-"""What the coordinator runs."""
+"""The server app of the coordinator."""
 
-from uefl.flower.server import server_app
+from uefl.flower.server import make_server_app
 
-app = server_app()
+app = make_server_app()

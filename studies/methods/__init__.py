@@ -1,4 +1,4 @@
-"""Does every method work? All of them, each on the set-up it was made for, beside FedAvg: docs/methods.md.
+"""Compare every method with FedAvg on the setup it was made for: docs/methods.md.
 
 `python -m studies.methods run` makes the records, `time` measures the cost of a round, `page` writes the page.
 """

@@ -11,78 +11,89 @@ import torch
 import typer
 from rich.console import Console
 
-from studies.methods import running, timing
-from studies.methods.page import page
-from studies.methods.set_ups import SEEDS, SET_UPS
-from uefl.commands.seeds import parsed_seeds
-from uefl.errors import InputError, unknown
-from uefl.records import read
-from uefl.run import ENGINES
+from studies.methods import runner, timing
+from studies.methods.page import render_page
+from studies.methods.setups import SEEDS, SETUPS
+from uefl.core.errors import InputError, unknown_value_error
+from uefl.engines import ENGINE_NAMES
+from uefl.experiment.records import read_records
+from uefl.experiment.seeds import parse_seeds
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 RECORDS, TIMES = Path("results/methods.jsonl"), Path("results/methods-time.jsonl")
 PAGE = Path("docs/methods.md")
 
-Names = Annotated[list[str] | None, typer.Option("--set-up", help=f"of {', '.join(SET_UPS)}; none: all")]
-Methods = Annotated[list[str] | None, typer.Option("--method", help="rows of the tables, such as FedSR; none: all")]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Records = Annotated[Path, typer.Option(help="file of lines, one a finished run; only ever appended to")]
+SetupOption = Annotated[
+    list[str] | None, typer.Option("--setup", help=f"A setup: {', '.join(SETUPS)}. Repeatable; default: all.")
+]
+MethodOption = Annotated[
+    list[str] | None, typer.Option("--method", help="A row of the tables, such as FedSR. Repeatable; default: all.")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+RecordsOption = Annotated[Path, typer.Option(help="File of records, one line per finished run; lines are appended.")]
 
 
 @app.command()
 def run(
-    set_up: Names = None,
-    method: Methods = None,
-    seeds: str = ",".join(map(str, SEEDS)),
-    device: Device = "cpu",
-    engine: Annotated[str, typer.Option(help="as in `uefl run`")] = "auto",
-    workers: Annotated[int, typer.Option(help="runs at a time, one process each")] = 1,
-    minutes: Annotated[float, typer.Option(help="stop after so long; the same command goes on")] = 1e6,
-    out: Annotated[Path, typer.Option(help="folder of run folders")] = Path("runs/methods"),
-    records: Records = RECORDS,
-    trial: Annotated[bool, typer.Option("--trial", help="tiny runs, to see that all goes through")] = False,
+    setup: SetupOption = None,
+    method: MethodOption = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = ",".join(map(str, SEEDS)),
+    device: DeviceOption = "cpu",
+    engine: Annotated[str, typer.Option(help="As in `uefl run`.")] = "auto",
+    workers: Annotated[int, typer.Option(help="Runs in parallel, one process each.")] = 1,
+    max_minutes: Annotated[float, typer.Option(help="Time limit in minutes; the same command resumes.")] = 1e6,
+    out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs/methods"),
+    records: RecordsOption = RECORDS,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Smoke test: run every method at a minimal size.")] = False,
 ) -> None:
     """Run the study, or what is missing of it."""
-    names, rows = chosen(set_up, method)
-    if engine not in ENGINES:
-        raise unknown("engine", engine, ENGINES)
-    where = running.Where(device, engine, out, time.time() + 60 * minutes, workers)
+    setup_names, methods = validate_selection(setup, method)
+    if engine not in ENGINE_NAMES:
+        raise unknown_value_error("engine", engine, ENGINE_NAMES)
+    resources = runner.StudyResources(device, engine, out, time.time() + 60 * max_minutes, workers)
     records.parent.mkdir(parents=True, exist_ok=True)
-    go = running.tried if trial else running.study
-    left = go(names, rows, parsed_seeds(seeds), where, records, said)
-    said(f"{left} runs failed or had no time" if left else f"all done: {records}")
+    run_all = runner.run_tiny_study if tiny else runner.run_study
+    left = run_all(setup_names, methods, parse_seeds(seeds), resources, records, print_line)
+    print_line(
+        f"{left} runs failed or were stopped by the time limit; run the same command again to resume."
+        if left
+        else f"all done: {records}"
+    )
     raise typer.Exit(3 if left else 0)
 
 
 @app.command("time")
-def time_(set_up: Names = None, method: Methods = None, device: Device = "cpu", records: Records = TIMES) -> None:
-    """Measure what a round of each method costs, one after another: leave the machine alone meanwhile."""
-    names, rows = chosen(set_up, method)
+def time_(
+    setup: SetupOption = None, method: MethodOption = None, device: DeviceOption = "cpu", records: RecordsOption = TIMES
+) -> None:
+    """Measure the cost of a round of each method; run nothing else on the machine meanwhile."""
+    setup_names, methods = validate_selection(setup, method)
     records.parent.mkdir(parents=True, exist_ok=True)
-    timing.timed(names, rows, device, records, said)
+    timing.time_methods(setup_names, methods, device, records, print_line)
 
 
 @app.command("page")
-def page_(records: Records = RECORDS, times: Records = TIMES, to: Path = PAGE) -> None:
+def page_(records: RecordsOption = RECORDS, timings: RecordsOption = TIMES, out: Path = PAGE) -> None:
     """Write the page from the records."""
-    to.write_text(page(read(records), read(times)))
-    said(f"written: {to}")
+    out.write_text(render_page(read_records(records), read_records(timings)))
+    print_line(f"wrote {out}")
 
 
-def chosen(set_ups: list[str] | None, methods: list[str] | None) -> tuple[list[str], list[str]]:
-    """What the user named, checked; no set-up means all, no method too."""
-    for name in set_ups or []:
-        if name not in SET_UPS:
-            raise unknown("set-up", name, SET_UPS)
-    names = set_ups or list(SET_UPS)
-    rows = list(dict.fromkeys(row for name in names for row in SET_UPS[name].methods))
-    for one in methods or []:
-        if one not in rows:
-            raise unknown("method", one, rows)
-    return names, methods or []
+def validate_selection(setups: list[str] | None, methods: list[str] | None) -> tuple[list[str], list[str]]:
+    """Check the setups and methods that the user named; none means all."""
+    for name in setups or []:
+        if name not in SETUPS:
+            raise unknown_value_error("setup", name, SETUPS)
+    setup_names = setups or list(SETUPS)
+    rows = list(dict.fromkeys(row for name in setup_names for row in SETUPS[name].methods))
+    for method in methods or []:
+        if method not in rows:
+            raise unknown_value_error("method", method, rows)
+    return setup_names, methods or []
 
 
-def said(text: str) -> None:
+def print_line(text: str) -> None:
+    """Print one line without wrapping or markup."""
     Console(soft_wrap=True, highlight=False).print(text, markup=False)
 
 
@@ -91,5 +102,5 @@ if __name__ == "__main__":
     try:
         app()
     except InputError as e:
-        print(f"studies: {e}", file=sys.stderr)  # noqa: T201
+        print(f"studies: {e}", file=sys.stderr)
         sys.exit(2)

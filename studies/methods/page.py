@@ -1,4 +1,4 @@
-"""docs/methods.md from records alone, with the hand-written notes of notes.md between the tables."""
+"""Write docs/methods.md from the records alone, with the hand-written notes of notes.md between the tables."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from studies.methods.running import Job, Line, chosen_rate, search
-from studies.methods.set_ups import FEDAVG, SEEDS, SET_UPS, SetUp
-from uefl.algorithms import ALGORITHMS
-from uefl.report import LEVEL
+from studies.methods.runner import RunRecord, StudyRun, list_lr_search, select_lr
+from studies.methods.setups import FEDAVG, SEEDS, SETUPS, Setup
+from uefl.algorithms import METHODS
+from uefl.experiment.records import DEFAULT_AGGREGATION
 
 NOTES = Path(__file__).with_name("notes.md")
 
 
-class Words(NamedTuple):
-    """What a method exchanges, in words; the bytes beside them are measured."""
+class Exchange(NamedTuple):
+    """What a method exchanges, as text; the bytes are measured."""
 
     up: str = "model"
     down: str = "model"
-    keeps: str = "nothing"
-    dropout: str = "as the paper's"  # where mE comes from
-    sizes: bool = True  # whether the bytes were measured
+    client_state: str = "nothing"
+    dropout: str = "as the paper's"  # where the samples of mE come from
+    measured: bool = True  # whether the bytes were measured
 
 
-WORDS: dict[str, Words] = {
-    "fedavg": Words(),
-    "fedprox": Words(),
-    "scaffold": Words("model, change of its control variate", "model, mean control variate", "control variate"),
-    "fedbn": Words("model without batch norm", "the same", "batch norm"),
-    "fedsr": Words(keeps="class priors", dropout="added"),
-    "fediir": Words("model; before, a gradient of the head", "model, mean gradient; before, model", dropout="added"),
-    "fedcr": Words("body, class statistics", "body, class priors", "head", "added"),
-    "vhl": Words("model", "model, virtual images", dropout="added"),
-    "fedbr": Words("model, projection", "model, projection, pseudo-images", dropout="added"),
-    "distrans": Words("model without offset", "the same", "offset", "added"),
-    "vq-fedavg": Words("model, its words", "the same"),
-    "uefl": Words("model, its words", "the same"),
-    "alone": Words("nothing", "nothing", "everything"),
-    "pooled": Words("all its images, once", "model at the end", "nothing", sizes=False),
+EXCHANGES: dict[str, Exchange] = {  # every method of the registry
+    "fedavg": Exchange(),
+    "fedprox": Exchange(),
+    "scaffold": Exchange("model, change of its control variate", "model, mean control variate", "control variate"),
+    "fedbn": Exchange("model without batch norm", "the same", "batch norm"),
+    "fedsr": Exchange(client_state="class priors", dropout="added"),
+    "fediir": Exchange("model; before, a gradient of the head", "model, mean gradient; before, model", dropout="added"),
+    "fedcr": Exchange("body, class statistics", "body, class priors", "head", "added"),
+    "vhl": Exchange("model", "model, virtual images", dropout="added"),
+    "fedbr": Exchange("model, projection", "model, projection, pseudo-images", dropout="added"),
+    "distrans": Exchange("model without offset", "the same", "offset", "added"),
+    "vq-fedavg": Exchange("model, its codewords", "the same"),
+    "uefl": Exchange("model, its codewords", "the same"),
+    "local-only": Exchange("nothing", "nothing", "everything"),
+    "centralized": Exchange("all its images, once", "model at the end", "nothing", measured=False),
 }
-BOOKS = {  # with and without a codebook, in one table
+CODEBOOK_PAIRS = {  # rows of one table without and with a codebook
     "rotated": {
         FEDAVG: "UEFL",
         "FedProx": "FedProx with codebook",
@@ -52,191 +52,205 @@ BOOKS = {  # with and without a codebook, in one table
 }
 
 
-def page(lines: Sequence[Line], times: Sequence[Line]) -> str:
-    """The whole page."""
-    notes = sections(NOTES.read_text())
+def render_page(run_records: Sequence[RunRecord], timings: Sequence[RunRecord]) -> str:
+    """Render the whole page."""
+    notes = split_sections(NOTES.read_text())
     parts = [notes[""]]
-    for name in SET_UPS:
-        parts += [f"## {SET_UPS[name].title}", notes.get(name, ""), protocol(name, lines), table(name, lines, times)]
-        parts += [rates(name, lines), collapse(name, lines)]
-    parts += ["## With and without a codebook", notes.get("codebook", ""), books(lines)]
+    for name in SETUPS:
+        parts += [
+            f"## {SETUPS[name].title}",
+            notes.get(name, ""),
+            describe_protocol(name, run_records),
+            render_table(name, run_records, timings),
+        ]
+        parts += [describe_lr_search(name, run_records), describe_neural_collapse(name, run_records)]
+    parts += ["## With and without a codebook", notes.get("codebook", ""), render_codebook_table(run_records)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def sections(text: str) -> dict[str, str]:
-    """Notes by set-up: what stands below `## <name>`; what stands above the first one opens the page."""
+def split_sections(text: str) -> dict[str, str]:
+    """Split the notes by their headings `## <setup>`; the text above the first heading opens the page."""
     first, *rest = text.split("\n## ")
     return {"": first.strip(), **{part.partition("\n")[0].strip(): part.partition("\n")[2].strip() for part in rest}}
 
 
-def found(name: str, method: str, lines: Sequence[Line]) -> dict[int, Line]:
-    """The finished runs of a row, by seed."""
-    rate = chosen_rate(name, lines)
-    if rate is None:
+def find_runs(name: str, method: str, run_records: Sequence[RunRecord]) -> dict[int, RunRecord]:
+    """Find the finished runs of a row, by seed."""
+    lr = select_lr(name, run_records)
+    if lr is None:
         return {}
-    jobs = [Job(name, method, seed, SET_UPS[name].experiment(method, rate, seed)) for seed in SEEDS]
-    return {job.seed: line for job in jobs for line in lines if job.is_in([line])}
+    runs = [StudyRun(name, method, seed, SETUPS[name].make_experiment(method, lr, seed)) for seed in SEEDS]
+    return {run.seed: record for run in runs for record in run_records if run.is_recorded([record])}
 
 
-def seeds_of(*rows: Mapping[int, Line]) -> list[int]:
-    """The seeds that all of them have."""
+def find_common_seeds(*rows: Mapping[int, RunRecord]) -> list[int]:
+    """Find the seeds that all rows have."""
     return [seed for seed in SEEDS if all(seed in row for row in rows)]
 
 
-def mark(seeds: Sequence[int]) -> str:
-    """Figures of fewer seeds than all say so."""
+def format_incomplete(seeds: Sequence[int]) -> str:
+    """Mark results of fewer seeds than all."""
     return "" if len(seeds) == len(SEEDS) else f" (incomplete: {len(seeds)} of {len(SEEDS)} seeds)"
 
 
-# --- one set-up ---------------------------------------------------------------------------------------------------
+# --- one setup ----------------------------------------------------------------------------------------------------
 
 
-def protocol(name: str, lines: Sequence[Line]) -> str:
-    """What is the same for all methods of a set-up."""
-    set_up, rate = SET_UPS[name], chosen_rate(name, lines)
-    local, method = set_up.local, set_up.experiment(FEDAVG, set_up.rates[0], 0).method
-    each = f"{method.participation} silos a round, " if method.participation else ""
-    optimiser = f"SGD with momentum {local.momentum:g}" if local.optimizer == "sgd" else "Adam"
+def describe_protocol(name: str, run_records: Sequence[RunRecord]) -> str:
+    """Describe what is the same for all methods of a setup."""
+    setup, lr = SETUPS[name], select_lr(name, run_records)
+    local, method = setup.local, setup.make_experiment(FEDAVG, setup.learning_rates[0], 0).method
+    clients = f"{method.clients_per_round} silos per round, " if method.clients_per_round else ""
+    optimizer = f"SGD with momentum {local.momentum:g}" if local.optimizer == "sgd" else "Adam"
+    epochs = f"{local.epochs} local epoch{'s' if local.epochs > 1 else ''}"
     return (
-        f"Setting `{name}`: {method.budget} rounds, {each}{local.epochs} local epoch{'s' if local.epochs > 1 else ''} "
-        f"of batch {local.batch}, {optimiser}, rate {f'{rate:g}' if rate else 'not chosen yet'}; encoder "
-        f"`{set_up.model.encoder}`{f', width {set_up.model.width}' if set_up.model.width else ''}, hidden layer "
-        f"{set_up.model.hidden}, layer norm: {'yes' if set_up.model.normalise == 'layer' else 'no'}. Accuracy: "
-        f"{'mean of the last 5 rounds' if set_up.level == LEVEL else 'last round'}."
+        f"Setup `{name}`: {method.total_rounds} rounds, {clients}{epochs} of batch size {local.batch_size}, "
+        f"{optimizer}, learning rate {f'{lr:g}' if lr else 'not selected yet'}; encoder "
+        f"`{setup.model.encoder}`{f', width {setup.model.width}' if setup.model.width else ''}, hidden layer "
+        f"{setup.model.hidden_size}, layer norm: {'yes' if setup.model.feature_norm == 'layer' else 'no'}. Accuracy: "
+        f"{'mean of the last 5 rounds' if setup.summary_level == DEFAULT_AGGREGATION else 'last round'}."
     )
 
 
-def table(name: str, lines: Sequence[Line], times: Sequence[Line]) -> str:
-    set_up = SET_UPS[name]
-    devices = list(dict.fromkeys(line["device"] for line in times if line["set-up"] == name))
-    head = ["method", "mA, %", "− FedAvg", "mE", "dropout", "up", "down", "stays with the silo"]
-    head += [f"time of a round, {device}" for device in devices] + ["paper"]
+def render_table(name: str, run_records: Sequence[RunRecord], timings: Sequence[RunRecord]) -> str:
+    """Render the table of a setup."""
+    setup = SETUPS[name]
+    devices = list(dict.fromkeys(timing["device"] for timing in timings if timing["setup"] == name))
+    head = ["method", "mA, %", "− FedAvg", "mE", "dropout", "up", "down", "stays at the silo"]
+    head += [f"time per round, {device}" for device in devices] + ["paper"]
     rows = [head, ["---"] * len(head)]
-    base = found(name, FEDAVG, lines)
-    for method, variant in set_up.methods.items():
-        mine, words = found(name, method, lines), _words(set_up, method)
-        cost = {device: _timed(name, method, device, times) for device in devices}
-        against = {device: _timed(name, FEDAVG, device, times) for device in devices}
+    fedavg_runs = find_runs(name, FEDAVG, run_records)
+    for method, variant in setup.methods.items():
+        runs, exchange = find_runs(name, method, run_records), _describe_exchange(setup, method)
+        costs = {device: _find_timing(name, method, device, timings) for device in devices}
+        fedavg_costs = {device: _find_timing(name, FEDAVG, device, timings) for device in devices}
         rows.append(
             [
                 method,
-                *_results(set_up, mine, base),
-                words.dropout,
-                f"{words.up}{_size(mine, 'up', cost) if words.sizes else ''}",
-                f"{words.down}{_size(mine, 'down', cost) if words.sizes else ''}",
-                words.keeps,
-                *(_ratio(cost[device], against[device]) for device in devices),
-                variant.paper or "–",
+                *_format_results(setup, runs, fedavg_runs),
+                exchange.dropout,
+                f"{exchange.up}{_format_bytes(runs, 'bytes_up', costs) if exchange.measured else ''}",
+                f"{exchange.down}{_format_bytes(runs, 'bytes_down', costs) if exchange.measured else ''}",
+                exchange.client_state,
+                *(_format_ratio(costs[device], fedavg_costs[device]) for device in devices),
+                variant.paper_result or "–",
             ]
         )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _words(set_up: SetUp, method: str) -> Words:
-    row = set_up.methods[method]
-    name = next(name for name, kind in ALGORITHMS.items() if kind is row.kind)
-    words, built = WORDS[name], row.kind(**{"local": set_up.local, **row.fields})
-    if built.codebook and "words" not in words.up:
-        down = words.down if words.down == "the same" else f"{words.down}, its words"
-        words = words._replace(up=f"{words.up}, its words", down=down)
-    if row.fields.get("offsets") == "mean":
-        words = words._replace(up="model, offset", keeps="nothing")
-    if row.model.get("members", 1) > 1:
-        words = words._replace(up="5 models", down="5 models", dropout="none: 5 members")
+def _describe_exchange(setup: Setup, method: str) -> Exchange:
+    row = setup.methods[method]
+    exchange, built = EXCHANGES[row.method], METHODS[row.method](**{"local": setup.local, **row.method_fields})
+    if built.codebook and "codewords" not in exchange.up:
+        down = exchange.down if exchange.down == "the same" else f"{exchange.down}, its codewords"
+        exchange = exchange._replace(up=f"{exchange.up}, its codewords", down=down)
+    if row.method_fields.get("offsets") == "average":
+        exchange = exchange._replace(up="model, offset", client_state="nothing")
+    if row.model.get("ensemble_size", 1) > 1:
+        exchange = exchange._replace(up="5 models", down="5 models", dropout="none: 5 members")
     if row.model.get("dropout") == 0.0:
-        words = words._replace(dropout="none: one prediction")
-    return words
+        exchange = exchange._replace(dropout="none: one prediction")
+    return exchange
 
 
-def _results(set_up: SetUp, mine: Mapping[int, Line], base: Mapping[int, Line]) -> list[str]:
-    seeds = seeds_of(mine, base)
+def _format_results(setup: Setup, runs: Mapping[int, RunRecord], fedavg_runs: Mapping[int, RunRecord]) -> list[str]:
+    seeds = find_common_seeds(runs, fedavg_runs)
     if len(seeds) < 2:
-        return [mark(seeds).strip(), "", ""]
-    accuracy, entropy = ({s: mine[s][set_up.level][m] for s in seeds} for m in ("mA", "mE"))
-    gain = [100 * (accuracy[s] - base[s][set_up.level]["mA"]) for s in seeds]
-    against = "" if mine == base else _spread(gain, 2, sign=True)
-    return [_spread([100 * a for a in accuracy.values()], 2) + mark(seeds), against, _spread(list(entropy.values()), 3)]
+        return [format_incomplete(seeds).strip(), "", ""]
+    accuracy, entropy = ({s: runs[s][setup.summary_level][m] for s in seeds} for m in ("mA", "mE"))
+    gains = [100 * (accuracy[s] - fedavg_runs[s][setup.summary_level]["mA"]) for s in seeds]
+    return [
+        _format_mean_std([100 * a for a in accuracy.values()], 2) + format_incomplete(seeds),
+        "" if runs == fedavg_runs else _format_mean_std(gains, 2, sign=True),
+        _format_mean_std(list(entropy.values()), 3),
+    ]
 
 
-def _spread(values: Sequence[float], digits: int, *, sign: bool = False) -> str:
-    """Mean ± standard deviation over seeds."""
+def _format_mean_std(values: Sequence[float], digits: int, *, sign: bool = False) -> str:
+    """Format mean ± standard deviation over seeds."""
     return f"{mean(values):{'+' if sign else ''}.{digits}f} ± {stdev(values):.{digits}f}"
 
 
-def _size(mine: Mapping[int, Line], way: str, timed: Mapping[str, Line | None]) -> str:
-    """Measured bytes of one silo in one round: of its message in the runs, and of questions beside it."""
-    if not mine or not mean(line[way] for line in mine.values()):
+def _format_bytes(runs: Mapping[int, RunRecord], key: str, timings: Mapping[str, RunRecord | None]) -> str:
+    """Format the measured bytes of one silo in one round: its training message in the runs, and its queries."""
+    if not runs or not mean(record[key] for record in runs.values()):
         return ""
-    costs = [line["round"] for line in timed.values() if line]
-    asked = costs[0][f"{way} with questions"] - costs[0][way] if costs else 0
-    return f" ({(mean(line[way] for line in mine.values()) + asked) / 1e6:.2f} MB)"
+    costs = [timing["round"] for timing in timings.values() if timing]
+    queries = costs[0][f"{key}_with_queries"] - costs[0][key] if costs else 0
+    return f" ({(mean(record[key] for record in runs.values()) + queries) / 1e6:.2f} MB)"
 
 
-def _timed(name: str, method: str, device: str, times: Sequence[Line]) -> Line | None:
-    mine = [t for t in times if (t["set-up"], t["method"], t["device"]) == (name, method, device)]
-    return mine[-1] if mine else None  # the newest counts
+def _find_timing(name: str, method: str, device: str, timings: Sequence[RunRecord]) -> RunRecord | None:
+    matches = [t for t in timings if (t["setup"], t["method"], t["device"]) == (name, method, device)]
+    return matches[-1] if matches else None  # the newest counts
 
 
-def _ratio(cost: Line | None, against: Line | None) -> str:
-    if not cost or not against:
+def _format_ratio(cost: RunRecord | None, baseline: RunRecord | None) -> str:
+    if not cost or not baseline:
         return "–"
-    return f"× {cost['round']['seconds'] / against['round']['seconds']:.2f}"
+    return f"× {cost['round']['seconds'] / baseline['round']['seconds']:.2f}"
 
 
-def rates(name: str, lines: Sequence[Line]) -> str:
-    """What the rate was chosen by."""
-    tried = [(job, line) for job in search([name]) for line in lines if job.is_in([line])]
-    if not tried:
+def describe_lr_search(name: str, run_records: Sequence[RunRecord]) -> str:
+    """Describe the validation accuracies that selected the learning rate."""
+    search = [(run, record) for run in list_lr_search([name]) for record in run_records if run.is_recorded([record])]
+    if not search:
         return ""
-    each = [f"{job.experiment.method.local.rate:g}: {100 * line['validation_accuracy']:.2f} %" for job, line in tried]
-    return f"Rate by FedAvg's validation accuracy, seed 0: {', '.join(each)}."
+    accuracies = [f"{run.experiment.method.local.lr:g}: {100 * r['validation_accuracy']:.2f} %" for run, r in search]
+    return f"Validation accuracy of FedAvg, seed 0, by learning rate: {', '.join(accuracies)}."
 
 
-def collapse(name: str, lines: Sequence[Line]) -> str:
-    """When training error was zero, where it was watched."""
-    said = []
-    for method in SET_UPS[name].methods:
-        for seed, line in found(name, method, lines).items():
-            if "train_accuracy" in line:
-                zero = line["zero_error"]
+def describe_neural_collapse(name: str, run_records: Sequence[RunRecord]) -> str:
+    """Describe when training error was zero, where it was measured."""
+    lines = []
+    for method in SETUPS[name].methods:
+        for seed, record in find_runs(name, method, run_records).items():
+            if "train_accuracy" in record:
+                zero, final = record["zero_error"], f"{100 * record['train_accuracy']:.2f} %"
                 when = (
                     f"zero error in round {zero['round']}, mA then {100 * zero['mA']:.2f} %"
                     if zero
                     else "never zero error"
                 )
-                said.append(
-                    f"{method}, seed {seed}: {when}; training accuracy at the end {100 * line['train_accuracy']:.2f} %."
-                )
-    return "\n".join(said)
+                lines.append(f"{method}, seed {seed}: {when}; training accuracy at the end {final}.")
+    return "\n".join(lines)
 
 
-# --- the codebook around other rounds -----------------------------------------------------------------------------
+# --- the codebook in other methods --------------------------------------------------------------------------------
 
 
-def books(lines: Sequence[Line]) -> str:
-    """Every round that takes a codebook, with it and without it."""
-    head = ["round", "setting", "mA without, %", "mA with, %", "difference", "mE without", "mE with", "difference"]
+def render_codebook_table(run_records: Sequence[RunRecord]) -> str:
+    """Render every method that supports a codebook, without and with it."""
+    head = ["method", "setup", "mA without, %", "mA with, %", "difference", "mE without", "mE with", "difference"]
     rows = [head, ["---"] * len(head)]
-    for name, pairs in BOOKS.items():
-        for plain, booked in pairs.items():
-            without, having = found(name, plain, lines), found(name, booked, lines)
-            seeds = seeds_of(without, having)
-            cells = [mark(seeds).strip(), *[""] * 5]
+    for name, pairs in CODEBOOK_PAIRS.items():
+        for method, method_with_codebook in pairs.items():
+            baseline, with_codebook = (find_runs(name, row, run_records) for row in (method, method_with_codebook))
+            seeds = find_common_seeds(baseline, with_codebook)
+            cells = [format_incomplete(seeds).strip(), *[""] * 5]
             if len(seeds) > 1:
-                cells = [*_pair(without, having, seeds, "mA", 100, 2), *_pair(without, having, seeds, "mE", 1, 3)]
-                cells[0] += mark(seeds)
-            label = f"{plain} (with: UEFL)" if booked == "UEFL" else plain
+                cells = [
+                    *_format_pair(baseline, with_codebook, seeds, "mA", 100, 2),
+                    *_format_pair(baseline, with_codebook, seeds, "mE", 1, 3),
+                ]
+                cells[0] += format_incomplete(seeds)
+            label = f"{method} (with: UEFL)" if method_with_codebook == "UEFL" else method
             rows.append([label, f"`{name}`", *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _pair(
-    without: Mapping[int, Line],
-    having: Mapping[int, Line],
+def _format_pair(
+    baseline: Mapping[int, RunRecord],
+    with_codebook: Mapping[int, RunRecord],
     seeds: Sequence[int],
     metric: str,
-    times: float,
+    scale: float,
     digits: int,
 ) -> list[str]:
-    a, b = ([times * row[seed][LEVEL][metric] for seed in seeds] for row in (without, having))
-    return [_spread(a, digits), _spread(b, digits), _spread([y - x for x, y in zip(a, b)], digits, sign=True)]
+    a, b = ([scale * row[seed][DEFAULT_AGGREGATION][metric] for seed in seeds] for row in (baseline, with_codebook))
+    return [
+        _format_mean_std(a, digits),
+        _format_mean_std(b, digits),
+        _format_mean_std([y - x for x, y in zip(a, b)], digits, sign=True),
+    ]

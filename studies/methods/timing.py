@@ -1,7 +1,7 @@
-"""What a round costs: every method of a set-up alone on the machine, in turns, a few rounds each.
+"""Measure what a round costs: every method of a setup alone on the machine, a few rounds each, interleaved.
 
-Three silos of four batches; network, batch size and local epochs are those of the set-up. A round is training,
-questions that belong to it, and averaging; nobody measures. Times of runs that share a device say little, these do.
+Three silos of four batches; network, batch size and local epochs are those of the setup. A round is training, its
+queries, and averaging, without evaluation. Unlike the duration of runs that share a device, these times compare.
 """
 
 from __future__ import annotations
@@ -15,87 +15,98 @@ from typing import Any
 
 import torch
 
-from studies.methods.running import Line
-from studies.methods.set_ups import SET_UPS
-from uefl import records
-from uefl.engines import Serial
-from uefl.experiment import RESULTS, Experiment
-from uefl.federation import Broadcast, Method, Part, Reply, Server, Silo
+from studies.methods.runner import RunRecord
+from studies.methods.setups import SETUPS
+from uefl.core.federation import Broadcast, Examples, Method, Reply, ServerState, Silo
+from uefl.engines.serial import SerialEngine
+from uefl.experiment import records
+from uefl.experiment.experiment import RESULTS_VERSION, Experiment
 
-SILOS, BATCHES, REPEATS = 3, 4, 3
-
-
-class Silent(Serial):
-    """Clients that train and do not measure."""
-
-    def fit(self, method: Method, say: Broadcast, *, measure: bool = True) -> Iterator[Reply]:
-        del measure
-        return super().fit(method, say, measure=False)
+NUM_SILOS, BATCHES_PER_SILO, NUM_REPEATS = 3, 4, 3
 
 
-class Timed:
-    """A method at work; every call is one round."""
+class TrainingOnlySerial(SerialEngine):
+    """A serial engine whose clients train and do not evaluate."""
 
-    def __init__(self, experiment: Experiment, silos: Sequence[Silo], classes: int, device: str) -> None:
-        self.method = replace(experiment.method, participation=0)
-        net = experiment.network(tuple(silos[0].train.x.shape[1:]), classes)
-        self.clients = Silent(self.method.prepare(silos), net, device=device)
-        self.server = self.method.start(self.clients)
-        book = self.method.codebook
-        for _ in range(max(book.warm_up if book else 1, 1)):  # caches are warm then, and the first book is there
+    def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
+        """Train without evaluation."""
+        del evaluate
+        return super().fit(method, broadcast, evaluate=False)
+
+
+class TimedMethod:
+    """A federation of one method; every call runs one round and times it."""
+
+    def __init__(self, experiment: Experiment, silos: Sequence[Silo], num_classes: int, device: str) -> None:
+        self.method = replace(experiment.method, clients_per_round=0)
+        net = experiment.build_network(tuple(silos[0].train.x.shape[1:]), num_classes)
+        self.clients = TrainingOnlySerial(self.method.prepare_silos(silos), net, device=device)
+        self.server = self.method.initialize_server(self.clients)
+        codebook = self.method.codebook
+        for _ in range(max(codebook.warmup_rounds if codebook else 1, 1)):  # warm caches, and make the codebook
             self.server = self.method.step(self.clients, self.server)
         self.seconds: list[float] = []
 
     def __call__(self) -> None:
-        before: Server = self.server.but(pending={}, records=())
-        self._wait()
-        began = time.perf_counter()
-        self.server = self.method.round(self.clients, before)
-        self._wait()
-        self.seconds.append(time.perf_counter() - began)
+        before: ServerState = self.server.replace(open_record={}, completed_records=())
+        self._synchronize()
+        start = time.perf_counter()
+        self.server = self.method.run_round(self.clients, before)
+        self._synchronize()
+        self.seconds.append(time.perf_counter() - start)
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.clients.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def costs(self) -> dict[str, Any]:
-        """Seconds of a round, and the bytes of one silo in it: its message, and with that all questions."""
-        last = self.server.pending
-        messages = [mine for mine in last["silos"].values() if "up" in mine]
-        count = len(messages)
+    def summarize_costs(self) -> dict[str, Any]:
+        """Return the seconds of a round, and the bytes of one silo in it: training message, and with all queries."""
+        record = self.server.open_record
+        messages = [silo for silo in record["silos"].values() if "bytes_up" in silo]
+        num_messages = len(messages)
         return {
             "seconds": median(self.seconds),
-            "up": sum(m["up"] for m in messages) / count,
-            "down": sum(m["down"] for m in messages) / count,
-            "up with questions": last["bytes_up"] / count,
-            "down with questions": last["bytes_down"] / count,
+            "bytes_up": sum(m["bytes_up"] for m in messages) / num_messages,
+            "bytes_down": sum(m["bytes_down"] for m in messages) / num_messages,
+            "bytes_up_with_queries": record["bytes_up"] / num_messages,
+            "bytes_down_with_queries": record["bytes_down"] / num_messages,
         }
 
 
-def few(silos: Sequence[Silo], size: int) -> list[Silo]:
-    """Some silos with so many training images each; where one has fewer, they are repeated."""
-    able = [s for s in silos if len(s.train.y)][:SILOS]
-    at = [torch.arange(size) % len(s.train.y) for s in able]
-    return [replace(s, train=Part(s.train.x[i], s.train.y[i])) for s, i in zip(able, at)]
+def select_silos(silos: Sequence[Silo], train_per_silo: int) -> list[Silo]:
+    """Select silos with this many training images each; images are repeated where a silo has fewer."""
+    trained = [s for s in silos if len(s.train.y)][:NUM_SILOS]
+    indices = [torch.arange(train_per_silo) % len(s.train.y) for s in trained]
+    return [replace(s, train=Examples(s.train.x[i], s.train.y[i])) for s, i in zip(trained, indices)]
 
 
-def timed(names: Sequence[str], methods: Sequence[str], device: str, path: Path, say: Callable[[str], None]) -> None:
-    """Time set-ups, one line a method."""
-    for name in names:
-        set_up = SET_UPS[name]
-        rows = [row for row in set_up.methods if not methods or row in methods]
-        everyone, images = set_up.data.load(0)
-        silos, classes = few(everyone, set_up.local.batch * BATCHES), len(images.classes)
-        going = {row: Timed(set_up.experiment(row, set_up.rates[1], 0), silos, classes, device) for row in rows}
-        for _ in range(REPEATS):
-            for one in going.values():  # in turns: what else the machine does meets all alike
-                one()
-        for row, one in going.items():
-            records.append(path, [_line(name, row, one, device)])
-            say(f"{name}, {row}: {one.costs()['seconds']:.3f} s a round")
+def time_methods(
+    setup_names: Sequence[str], methods: Sequence[str], device: str, path: Path, report: Callable[[str], None]
+) -> None:
+    """Time the methods of setups, and append one record per method."""
+    for name in setup_names:
+        setup = SETUPS[name]
+        rows = [row for row in setup.methods if not methods or row in methods]
+        all_silos, images = setup.data.load(0)
+        silos, num_classes = select_silos(all_silos, setup.local.batch_size * BATCHES_PER_SILO), len(images.classes)
+        timed = {
+            row: TimedMethod(setup.make_experiment(row, setup.learning_rates[1], 0), silos, num_classes, device)
+            for row in rows
+        }
+        for _ in range(NUM_REPEATS):
+            for run_timed_round in timed.values():  # interleaved: other load on the machine affects all alike
+                run_timed_round()
+        for row, method in timed.items():
+            records.append_records(path, [_make_record(name, row, method, device)])
+            report(f"{name}, {row}: {method.summarize_costs()['seconds']:.3f} s per round")
 
 
-def _line(name: str, row: str, one: Timed, device: str) -> Line:
-    where = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    about = {"device": where, "torch": torch.__version__, "engine": "serial", "results": RESULTS}
-    return {"set-up": name, "method": row, "round": one.costs(), **about}
+def _make_record(name: str, row: str, timed: TimedMethod, device: str) -> RunRecord:
+    device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    environment = {
+        "device": device_name,
+        "torch": torch.__version__,
+        "engine": "serial",
+        "results_version": RESULTS_VERSION,
+    }
+    return {"setup": name, "method": row, "round": timed.summarize_costs(), **environment}

@@ -1,4 +1,4 @@
-"""Laws that every method obeys."""
+"""Laws that every registered method obeys, checked on the baselines with and without a codebook."""
 
 from __future__ import annotations
 
@@ -7,201 +7,228 @@ from pathlib import Path
 
 import pytest
 import torch
-from federations import BOOK, OTHERS, WITH_CODEBOOK, accuracy, method, network, run, same, silos
+from harness import (
+    BASELINES,
+    CODEBOOK_METHODS,
+    SMALL_CODEBOOK,
+    build_model,
+    compute_mean_accuracy,
+    have_equal_bits,
+    make_method,
+    make_pattern_silos,
+    run_method,
+    run_rounds,
+)
 
-from uefl.aggregate import flaw
-from uefl.algorithms import ALGORITHMS
-from uefl.checkpoint import load_checkpoint, save_checkpoint
-from uefl.engines.serial import Serial
-from uefl.errors import InputError
-from uefl.experiment import Architecture
-from uefl.federation import Part
-from uefl.recipes import recipe
+from uefl.algorithms import METHODS
+from uefl.core.aggregate import find_reply_error
+from uefl.core.errors import InputError
+from uefl.core.federation import Examples
+from uefl.engines.serial import SerialEngine
+from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
+from uefl.experiment.recipes import make_experiment
+from uefl.models.model_config import ModelConfig
 
-VARIANTS = [(name, {}) for name in OTHERS] + [
-    ("fedbr", {"pseudo": "mixture"}),
-    ("distrans", {"offsets": "mean"}),
-    *((name, {"codebook": True}) for name in WITH_CODEBOOK),
+VARIANTS = [(name, {}) for name in BASELINES] + [
+    ("fedbr", {"pseudo_data": "mixture"}),
+    ("distrans", {"offsets": "average"}),
+    *((name, {"codebook": True}) for name in CODEBOOK_METHODS),
 ]
-NAMED = [f"{name} {' '.join(map(str, more.values()))}".strip() for name, more in VARIANTS]
-every = pytest.mark.parametrize(("name", "more"), VARIANTS, ids=NAMED)
+VARIANT_IDS = [
+    " ".join([name, *(f"{field}={value}" for field, value in changes.items())]) for name, changes in VARIANTS
+]
+every_variant = pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=VARIANT_IDS)
+
+# What the methods of the paper must and must not accept; any further method may choose, if its error is one line.
+ACCEPT_ENSEMBLES, REJECT_ENSEMBLES = (
+    {"fedprox", "scaffold", "fedbn"},
+    {"fedsr", "fediir", "fedcr", "vhl", "fedbr", "distrans"},
+)
+ACCEPT_TARGETS, REJECT_TARGETS = (
+    {"fedprox", "scaffold", "fedsr", "fediir", "vhl", "fedbr", "distrans"},
+    {"fedbn", "fedcr", "local-only"},
+)
+ACCEPT_CODEBOOKS, REJECT_CODEBOOKS = (
+    {"fedprox", "scaffold", "fedbn", "fedsr"},
+    {"fediir", "fedcr", "vhl", "fedbr", "distrans"},
+)
 
 
-@every
-@pytest.mark.parametrize("participation", [0, 2])
-def test_a_resumed_run_ends_in_the_same_bits(name, more, participation, tmp_path: Path):
-    of = method(name, participation=participation, **more)
-    whole = run(of)
-    half = run(of, rounds=2)
-    save_checkpoint(tmp_path / "checkpoint", half.server, half.clients.memory)
-    server, kept = load_checkpoint(tmp_path / "checkpoint", "cpu")
-    clients = Serial(silos(), network(of))
-    clients.memory = kept
-    while server.round < of.budget:
-        server = of.step(clients, server)
-    assert same(server.state, whole.server.state)
-    assert same(server.memory, whole.server.memory)
-    assert all(same(kept.get(who, {}), mine) for who, mine in whole.clients.memory.items())
+def find_input_error(run):
+    """Return the message of an `InputError`, or an empty string."""
+    try:
+        run()
+    except InputError as error:
+        return str(error)
+    return ""
 
 
-@every
-def test_the_order_of_silos_changes_nothing(name, more):
-    of = method(name, participation=2, **more)
-    assert same(run(of).server.state, run(of, silos()[::-1]).server.state)
+@every_variant
+@pytest.mark.parametrize("clients_per_round", [0, 2])
+def test_resumed_run_ends_in_the_same_bits(name, changes, clients_per_round, tmp_path: Path):
+    method = make_method(name, clients_per_round=clients_per_round, **changes)
+    whole = run_method(method)
+    half = run_method(method, rounds=2)
+    save_checkpoint(tmp_path / "checkpoint", half.server, half.clients.client_states)
+    server, client_states = load_checkpoint(tmp_path / "checkpoint", "cpu")
+    clients = SerialEngine(make_pattern_silos(), build_model(method))
+    clients.client_states = client_states
+    server, _ = run_rounds(method, clients, server=server)
+    assert have_equal_bits(server.model_state, whole.server.model_state)
+    assert have_equal_bits(server.method_state, whole.server.method_state)
+    for silo_name, client_state in whole.clients.client_states.items():
+        assert have_equal_bits(client_states.get(silo_name, {}), client_state)
 
 
-@every
-def test_what_a_silo_keeps_never_travels(name, more):
-    of = method(name, **more)
-    done = run(of)
-    stays = set(of.keeps(done.clients.net))
-    assert not stays & done.clients.down
-    assert not stays & done.clients.up
-    assert not stays & set(done.server.state)
-    assert all(stays <= set(mine) for mine in done.clients.memory.values())
+@every_variant
+def test_result_does_not_depend_on_the_order_of_silos(name, changes):
+    method = make_method(name, clients_per_round=2, **changes)
+    one, other = run_method(method), run_method(method, make_pattern_silos()[::-1])
+    assert have_equal_bits(one.server.model_state, other.server.model_state)
 
 
-@every
-def test_it_learns(name, more):
-    of = method(name, rounds=5, passes=1, **more)
-    rate = 0.05 if of.local.optimizer == "sgd" else 0.01
-    done = run(replace(of, local=replace(of.local, epochs=3, rate=rate)))
-    assert accuracy(done.records[-1]) > 0.75  # chance is a third
-    assert not any("refused" in s for r in done.records for s in r["silos"].values())
+@every_variant
+def test_client_state_is_never_sent(name, changes):
+    method = make_method(name, **changes)
+    run = run_method(method)
+    local_names = set(method.client_state_names(run.clients.net))
+    assert not local_names & run.clients.received_names
+    assert not local_names & run.clients.sent_names
+    assert not local_names & set(run.server.model_state)
+    assert all(local_names <= set(client_state) for client_state in run.clients.client_states.values())
 
 
-@every
-def test_uncertainty_is_measured_and_bytes_are_counted(name, more):
-    for record in run(method(name, **more)).records:
-        assert all(0 < s["entropy"] < 2 for s in record["silos"].values())
+@every_variant
+def test_method_learns(name, changes):
+    method = make_method(name, rounds=5, mc_samples=1, **changes)
+    lr = 0.05 if method.local.optimizer == "sgd" else 0.01
+    run = run_method(replace(method, local=replace(method.local, epochs=3, lr=lr)))
+    assert compute_mean_accuracy(run.records[-1]) > 0.75  # chance is a third
+    assert not any("rejected" in silo for record in run.records for silo in record["silos"].values())
+
+
+@every_variant
+def test_records_contain_uncertainty_and_bytes(name, changes):
+    for record in run_method(make_method(name, **changes)).records:
+        assert all(0 < silo["entropy"] < 2 for silo in record["silos"].values())
         assert record["bytes_up"] > 0 < record["bytes_down"]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", BASELINES)
 def test_sampled_predictions_differ(name):
-    done = run(method(name), rounds=1)
-    net = done.clients.net.eval()
+    net = run_method(make_method(name), rounds=1).clients.net.eval()
     with torch.no_grad():
-        a, b = net.examine(silos()[0].test.x, 2).samples
-    assert not torch.equal(a, b)
+        one, other = net.predict_with_samples(make_pattern_silos()[0].test.x, 2).sampled_logits
+    assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("norms", ["local", "skip"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_batch_norm_is_a_switch(name, norms):
-    done = run(method(name, norms=norms), rounds=2)
-    moved = [n for n in done.server.state if n.endswith("running_mean")]
-    if norms == "local":
-        assert not moved
-        assert not any(n.endswith("running_mean") for n in done.clients.up)
+@pytest.mark.parametrize("batch_norm", ["local", "not_averaged"])
+@pytest.mark.parametrize("name", BASELINES)
+def test_every_method_supports_every_batch_norm_setting(name, batch_norm):
+    run = run_method(make_method(name, batch_norm=batch_norm), rounds=2)
+    statistics = [n for n in run.server.model_state if n.endswith("running_mean")]
+    if batch_norm == "local":
+        assert not statistics
+        assert not any(n.endswith("running_mean") for n in run.clients.sent_names)
     else:
-        assert all(torch.equal(done.server.state[n], done.clients.initial[n]) for n in moved)
+        assert all(torch.equal(run.server.model_state[n], run.clients.initial_tensors[n]) for n in statistics)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_colour_images_and_encoders_that_end_in_a_vector(name):
+@pytest.mark.parametrize("name", BASELINES)
+def test_every_method_trains_on_color_images_and_encoders_that_return_a_vector(name):
     shape = (3, 16, 16)
-    of = method(name, rounds=1, iterations=1)
-    for encoder in ("gn-conv", "dirt"):
-        run(of, silos((12, 12), shape), model=Architecture(encoder=encoder, hidden=8))
+    method = make_method(name, rounds=1, iterations=1)
+    for encoder in ("group-norm-conv", "dirt"):
+        run_method(method, make_pattern_silos((12, 12), shape), model=ModelConfig(encoder=encoder, hidden_size=8))
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_an_ensemble_trains_or_is_refused_in_one_line(name):
-    model = Architecture(width=4, depth=1, hidden=8, members=2)
-    if name in ("fedprox", "scaffold", "fedbn"):
-        run(method(name), rounds=1, model=model)
+@pytest.mark.parametrize("name", BASELINES)
+def test_ensemble_trains_or_is_an_error_of_one_line(name):
+    model = ModelConfig(width=4, depth=1, hidden_size=8, ensemble_size=2)
+    error = find_input_error(lambda: run_method(make_method(name), rounds=1, model=model))
+    assert name not in (ACCEPT_ENSEMBLES if error else REJECT_ENSEMBLES)
+    if error:
+        assert "ensemble_size=1" in error
+        assert "\n" not in error
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_codebook_is_extended_or_is_an_error_of_one_line(name):
+    if name in CODEBOOK_METHODS:
+        assert name not in REJECT_CODEBOOKS
+        run = run_method(make_method(name, codebook=True))
+        assert run.server.access.shape[1] > SMALL_CODEBOOK.num_codewords
     else:
-        with pytest.raises(InputError, match="members=1") as refusal:
-            network(method(name), model)
-        assert "\n" not in str(refusal.value)
+        assert name not in ACCEPT_CODEBOOKS
+        with pytest.raises(InputError, match="takes no codebook") as error:
+            make_method(name, codebook=True)
+        assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_codebook_is_taken_or_refused_in_one_line(name):
-    if name in WITH_CODEBOOK:
-        assert run(method(name, codebook=True)).server.access.shape[1] > BOOK.words  # it was extended
+@pytest.mark.parametrize("name", [*BASELINES, "local-only"])
+def test_silo_without_training_data_is_evaluated_or_is_an_error_of_one_line(name):
+    *others, last = make_pattern_silos()
+    no_examples = Examples(last.train.x[:0], last.train.y[:0])
+    silos = [*others, replace(last, train=no_examples, validation=no_examples)]
+    runs = []
+    error = find_input_error(lambda: runs.append(run_method(make_method(name), silos)))
+    assert name not in (ACCEPT_TARGETS if error else REJECT_TARGETS)
+    if error:
+        assert "silo 2 has no training examples" in error
+        assert "\n" not in error
     else:
-        with pytest.raises(InputError, match="takes no codebook") as refusal:
-            method(name, codebook=True)
-        assert "\n" not in str(refusal.value)
+        (run,) = runs
+        assert "accuracy" in run.records[-1]["silos"]["silo 2"]
+        assert "silo 2" not in run.clients.client_states
 
 
-@pytest.mark.parametrize("name", [*OTHERS, "alone"])
-def test_a_silo_without_training_data_is_measured_or_refused_in_one_line(name):
-    *others, last = silos()
-    none = Part(last.train.x[:0], last.train.y[:0])
-    target = [*others, replace(last, train=none, validation=none)]
-    if name in ("fedbn", "fedcr", "alone"):
-        with pytest.raises(InputError, match="silo 2 has no training images"):
-            run(method(name), target)
-    else:
-        done = run(method(name), target)
-        assert "accuracy" in done.records[-1]["silos"]["silo 2"]
-        assert "silo 2" not in done.clients.memory
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_method_says_in_one_line_what_it_does(name):
-    assert len((ALGORITHMS[name].__doc__ or "").splitlines()[0]) > 20
-    assert all(f.kw_only for f in fields(ALGORITHMS[name]))
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_docstring_and_keyword_only_settings(name):
+    assert len((METHODS[name].__doc__ or "").splitlines()[0]) > 20
+    assert all(field.kw_only for field in fields(METHODS[name]))
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("name", "field", "value"),
     [
-        ("fedprox", {"mu": -1.0}),
-        ("fedsr", {"l2r": float("nan")}),
-        ("fedsr", {"draws": 0}),
-        ("fediir", {"decay": 1.0}),
-        ("fedcr", {"blend": 1.5}),
-        ("vhl", {"each": 0}),
-        ("vhl", {"temperature": 0.0}),
-        ("fedbr", {"mixed": 0}),
-        ("fedbr", {"tau": -1.0}),
-        ("distrans", {"blend": -0.1}),
+        ("fedprox", "mu", -1.0),
+        ("fedsr", "l2r", float("nan")),
+        ("fedsr", "eval_draws", 0),
+        ("fediir", "decay", 1.0),
+        ("fedcr", "prior_update_rate", 1.5),
+        ("vhl", "images_per_class", 0),
+        ("vhl", "temperature", 0.0),
+        ("fedbr", "images_per_mean", 0),
+        ("fedbr", "tau", -1.0),
+        ("distrans", "blend", -0.1),
     ],
 )
-def test_a_value_that_makes_no_sense_is_named(name, wrong):
-    (field,) = wrong
-    with pytest.raises(InputError, match=field):
-        ALGORITHMS[name](**wrong)
+def test_value_outside_its_range_is_named(name, field, value):
+    with pytest.raises(InputError, match=f"{field}={value} must be"):
+        METHODS[name](**{field: value})
 
 
-@pytest.mark.parametrize("data", ["mnist5k", "cifar10", "pacs", "mnist"])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_method_has_a_recipe_for_every_data_set(name, data):
-    assert recipe(name, data, "paper").method.budget == recipe("fedavg", data, "paper").method.budget
-
-
-def test_training_accuracy_is_recorded_where_asked():
-    record = run(method("fedavg", watch_train=True)).records[-1]
-    assert all(0 <= s["train"]["accuracy"] <= 1 for s in record["silos"].values())
-
-
-def test_leaving_out_the_local_models_measurements_changes_nothing_else():
-    done, less = (run(method("fedavg", watch_local=watch)) for watch in (True, False))
-    assert all(torch.equal(t, less.server.state[n]) for n, t in done.server.state.items())
-    for one, other in zip(done.records, less.records, strict=True):
-        for name, mine in one["silos"].items():
-            assert "local_accuracy" not in other["silos"][name]
-            assert mine["accuracy"] == other["silos"][name]["accuracy"]
+@pytest.mark.parametrize("dataset", ["mnist5k", "cifar10", "pacs", "mnist"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_a_recipe_with_equal_rounds_for_every_data_set(name, dataset):
+    method, fedavg = (make_experiment(n, dataset, "paper").method for n in (name, "fedavg"))
+    assert method.total_rounds == fedavg.total_rounds
 
 
 @pytest.mark.parametrize("name", ["scaffold", "fedcr"])
-def test_a_reply_whose_extras_are_not_finite_is_refused(name):
-    done = run(method(name), rounds=1)
-    reply, server = done.clients.replies[0], done.server
-    bad = {n: torch.full_like(t, float("nan")) for n, t in reply.extra.items()}
-    assert "not finite" in flaw(reply._replace(extra=bad), server.state, server.access[0])
-    assert flaw(reply, server.state, server.access[0]) == ""
+def test_reply_with_extras_that_are_not_finite_is_rejected(name):
+    run = run_method(make_method(name), rounds=1)
+    reply, server = run.clients.replies[0], run.server
+    corrupt = {n: torch.full_like(t, float("nan")) for n, t in reply.extras.items()}
+    assert "not finite" in find_reply_error(reply._replace(extras=corrupt), server.model_state, server.access[0])
+    assert find_reply_error(reply, server.model_state, server.access[0]) == ""
 
 
 @pytest.mark.parametrize("name", ["scaffold", "distrans"])
-def test_a_silo_that_lost_what_it_kept_starts_afresh(name):
-    of = method(name)
-    done = run(of, rounds=2)
-    done.clients.memory["silo 0"] = {}
-    server = of.step(done.clients, done.server)
-    assert done.clients.memory["silo 0"]
-    assert not any("refused" in s for s in server.records[-1]["silos"].values())
+def test_silo_that_lost_its_client_state_starts_with_a_new_one(name):
+    method = make_method(name)
+    run = run_method(method, rounds=2)
+    run.clients.client_states["silo 0"] = {}
+    server = method.step(run.clients, run.server)
+    assert run.clients.client_states["silo 0"]
+    assert not any("rejected" in silo for silo in server.completed_records[-1]["silos"].values())

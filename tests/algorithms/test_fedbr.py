@@ -1,96 +1,108 @@
+"""FedBR: pseudo-images of no class, a contrastive loss, and one maximization and one minimization step per batch."""
+
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
-from federations import NORMED, PLAIN, batch, images, method, model_of, network, run, silos
+from harness import (
+    BATCH_NORM_MODEL,
+    MLP_MODEL,
+    bind_model,
+    build_model,
+    make_batch,
+    make_method,
+    make_pattern_examples,
+    make_pattern_silos,
+    run_method,
+)
 
-from uefl.algorithms.fedbr import PROJECTION, PSEUDO
-from uefl.federation import Broadcast
+from uefl.algorithms.fedbr import PROJECTION_PREFIX, PSEUDO
+from uefl.core.federation import Broadcast
 
 
-def steps(of):
-    return of.updates(Broadcast(1, {}, (), torch.ones(0, 0)))
+def make_updates(method):
+    return method.make_updates(Broadcast(1, {}, (), torch.ones(0, 0)))
 
 
-def pseudo():
-    return {PSEUDO: images(12, 99).x}
+def make_model(method, net=None):
+    """Return a model in double precision with pseudo-images among the extras."""
+    net = build_model(method, MLP_MODEL).double().eval() if net is None else net
+    return bind_model(net, extras={PSEUDO: make_pattern_examples(12, 99).x})
 
 
-def test_the_maximum_step_raises_the_contrast_for_fixed_features():
-    of, b = method("fedbr"), batch()
-    model = model_of(network(of, PLAIN).double().eval(), sent=pseudo())
-    up, _ = steps(of)
-    mine = {n: p for n, p in model.params.items() if up.learns(n)}
-    assert mine
-    assert all(n.startswith(PROJECTION) for n in mine)
-    before = up.loss(model, b)
+def test_maximization_step_increases_the_contrastive_loss_of_fixed_features():
+    method, batch = make_method("fedbr"), make_batch()
+    model = make_model(method)
+    maximize, _ = make_updates(method)
+    params = {n: p for n, p in model.params.items() if maximize.is_trainable(n)}
+    assert params
+    assert all(n.startswith(PROJECTION_PREFIX) for n in params)
+    before = maximize.loss(model, batch)
     with torch.no_grad():
-        for p, g in zip(mine.values(), torch.autograd.grad(before, list(mine.values()))):
+        for p, g in zip(params.values(), torch.autograd.grad(before, list(params.values()))):
             p -= 0.01 * g
-    assert up.loss(model, b) < before  # the loss is −T
+    assert maximize.loss(model, batch) < before  # the loss is −T
 
 
-def test_only_the_projection_feels_the_maximum_step():
-    of = method("fedbr")
-    model = model_of(network(of, PLAIN).double().eval(), sent=pseudo())
-    up, down = steps(of)
-    others = {n: p for n, p in model.params.items() if down.learns(n)}
-    assert not any(n.startswith(PROJECTION) for n in others)
-    found = torch.autograd.grad(up.loss(model, batch()), list(others.values()), allow_unused=True)
-    assert all(g is None for g in found)
+def test_maximization_step_trains_only_the_projection():
+    method = make_method("fedbr")
+    model = make_model(method)
+    maximize, minimize = make_updates(method)
+    others = {n: p for n, p in model.params.items() if minimize.is_trainable(n)}
+    assert not any(n.startswith(PROJECTION_PREFIX) for n in others)
+    gradients = torch.autograd.grad(maximize.loss(model, make_batch()), list(others.values()), allow_unused=True)
+    assert all(g is None for g in gradients)
 
 
-def test_no_class_costs_at_least_log_c():
-    of, b = method("fedbr"), batch()
-    seen = of.seen(model_of(network(of, PLAIN).double().eval(), sent=pseudo()), b)
-    assert F.cross_entropy(seen.pseudo_logits, seen.target) >= math.log(3)
-    assert torch.allclose(seen.target, torch.full((12, 3), 1 / 3).double())
+def test_cross_entropy_of_pseudo_images_is_at_least_log_c():
+    method, batch = make_method("fedbr"), make_batch()
+    outputs = method.compute_outputs(make_model(method), batch)
+    assert F.cross_entropy(outputs.pseudo_logits, outputs.pseudo_targets) >= math.log(3)
+    assert torch.allclose(outputs.pseudo_targets, torch.full((12, 3), 1 / 3).double())
 
 
-def test_the_contrast_is_the_one_of_the_paper():
-    of, b = method("fedbr"), batch()
-    net = network(of, PLAIN).double().eval()
-    model = model_of(net, sent=pseudo())
+def test_contrastive_loss_is_the_formula_of_the_paper():
+    method, batch = make_method("fedbr"), make_batch()
+    net = build_model(method, MLP_MODEL).double().eval()
+    model = make_model(method, net)
     with torch.no_grad():
-        net.encoder.layers[1].weight += 0.1 * torch.rand_like(net.encoder.layers[1].weight)  # moved since it arrived
-    seen = of.seen(model, b)
-    e1, e2, e3 = (net.projection(f) for f in (seen.pseudo, seen.received, seen.real))
+        net.encoder.layers[1].weight += 0.1 * torch.rand_like(net.encoder.layers[1].weight)  # changed since it arrived
+    outputs = method.compute_outputs(model, batch)
+    features = (outputs.pseudo_features, outputs.received_features, outputs.real_features)
+    e1, e2, e3 = (net.projection(f) for f in features)
     near, far = (torch.exp(2 * F.cosine_similarity(e1, e)) for e in (e2, e3))
-    found = of.contrast(model, seen.pseudo, seen.received, seen.real)
-    assert torch.allclose(found, -torch.log(near / (near + far)).mean())
-    assert not torch.allclose(seen.pseudo, seen.received)
+    assert torch.allclose(method.contrastive_loss(model, outputs), -torch.log(near / (near + far)).mean())
+    assert not torch.allclose(outputs.pseudo_features, outputs.received_features)
 
 
-def test_a_mixture_is_half_a_local_image_and_half_its_label():
-    of, b = method("fedbr", pseudo="mixture"), batch()
-    target = of.seen(model_of(network(of, PLAIN).double().eval(), sent=pseudo()), b).target
-    assert torch.allclose(target.sum(1), torch.ones(12).double())
-    assert torch.allclose(target.max(1).values, torch.full((12,), 0.5 + 1 / 6).double())
+def test_mixture_target_is_half_a_local_label_and_half_no_class():
+    method, batch = make_method("fedbr", pseudo_data="mixture"), make_batch()
+    targets = method.compute_outputs(make_model(method), batch).pseudo_targets
+    assert torch.allclose(targets.sum(1), torch.ones(12).double())
+    assert torch.allclose(targets.max(1).values, torch.full((12,), 0.5 + 1 / 6).double())
 
 
-def test_silos_give_means_of_their_own_images_once():
-    done = run(method("fedbr"), rounds=1)
-    means = done.server.memory[PSEUDO]
+def test_silos_send_means_of_their_images_once():
+    means = run_method(make_method("fedbr"), rounds=1).server.method_state[PSEUDO]
     assert means.shape == (12, 1, 8, 8)
-    assert torch.equal(means, run(method("fedbr")).server.memory[PSEUDO])
-    spread = torch.cat([s.train.x for s in silos()]).std()
-    assert means.std() < spread  # means of 10 are smoother than images
+    assert torch.equal(means, run_method(make_method("fedbr")).server.method_state[PSEUDO])
+    images = torch.cat([silo.train.x for silo in make_pattern_silos()])
+    assert means.std() < images.std()  # means of 10 are smoother than images
 
 
-def test_noise_stands_in_for_a_public_data_set_and_no_image_is_asked_for():
-    asked = []
-    of = method("fedbr", pseudo="mixture")
-    clients = run(of, rounds=1).clients
-    clients.ask = lambda *a: asked.append(a) or iter(())
-    assert of.start(clients).memory[PSEUDO].shape == (12, 1, 8, 8)
-    assert not asked
+def test_mixture_uses_noise_images_and_queries_no_silo():
+    method = make_method("fedbr", pseudo_data="mixture")
+    clients = run_method(method, rounds=1).clients
+    clients.query = lambda *_: pytest.fail("a silo was queried")
+    assert method.initialize_server(clients).method_state[PSEUDO].shape == (12, 1, 8, 8)
 
 
-def test_the_received_models_norms_do_not_move():
-    of = method("fedbr")
-    net = network(of, NORMED).train()
-    model = model_of(net, sent={PSEUDO: images(12, 99).x})
-    before = {n: t.clone() for n, t in model.received.items()}
-    of.loss(model, batch(dtype=torch.float32))
-    assert all(torch.equal(before[n], t) for n, t in model.received.items())
+def test_batch_norm_of_the_received_model_does_not_change():
+    method = make_method("fedbr")
+    net = build_model(method, BATCH_NORM_MODEL).train()
+    model = make_model(method, net)
+    before = {n: t.clone() for n, t in model.received_state.items()}
+    method.loss(model, make_batch(dtype=torch.float32))
+    assert all(torch.equal(before[n], t) for n, t in model.received_state.items())
     assert all(m.training for m in net.modules())

@@ -1,61 +1,74 @@
+"""FedIIR: a penalty on the distance between the classifier gradients of silos."""
+
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import NORMED, PLAIN, batch, method, model_of, network, run, same, silos
+from harness import (
+    BATCH_NORM_MODEL,
+    MLP_MODEL,
+    bind_model,
+    build_model,
+    have_equal_bits,
+    make_batch,
+    make_method,
+    make_pattern_silos,
+    run_method,
+)
 
-from uefl.algorithms.fediir import MEAN, gradient
-
-
-@pytest.mark.parametrize("model", [PLAIN, NORMED], ids=["mlp", "batch norm"])
-@pytest.mark.parametrize("participation", [0, 2])
-def test_without_its_penalty_it_is_fedavg_bit_for_bit(model, participation):
-    a = run(method("fediir", penalty=0.0, participation=participation), model=model)
-    b = run(method("fedavg", participation=participation), model=model)
-    assert same(a.server.state, b.server.state)
-
-
-def test_the_running_mean_begins_at_a_twentieth_of_the_mean_gradient():
-    of = method("fediir")
-    memory = run(of, rounds=1, model=PLAIN, dtype=torch.float64).server.memory
-    net = network(of, PLAIN).double().eval()
-    everything = [torch.cat([getattr(s.train, f) for s in silos()]) for f in ("x", "y")]
-    loss = F.cross_entropy(net(everything[0].double()).logits[0], everything[1])
-    head = {n: p for n, p in net.named_parameters() if n.startswith("classifier.")}
-    for name, g in zip(head, torch.autograd.grad(loss, list(head.values()))):
-        assert torch.allclose(memory[MEAN + name], 0.05 * g, atol=1e-12)
+from uefl.algorithms.fediir import CLASSIFIER_PREFIX, GRADIENT_PREFIX, classifier_gradient_and_loss
+from uefl.core.federation import concatenate_examples
 
 
-def test_the_penalty_is_the_squared_distance_of_gradients():
-    of, b = method("fediir", penalty=0.5), batch()
-    net = network(of, PLAIN).double().eval()
-    names = [n for n, _ in net.named_parameters() if n.startswith("classifier.")]
-    sent = {MEAN + n: torch.full_like(net.get_parameter(n), 0.01) for n in names}
-    model = model_of(net, sent=sent)
-    task = F.cross_entropy(net(b.x).logits[0], b.y)
-    g = torch.autograd.grad(task, [net.get_parameter(n) for n in names])
-    expected = task + 0.5 * sum((t - 0.01).square().sum() for t in g)
-    assert torch.allclose(of.loss(model, b), expected, atol=1e-12)
+@pytest.mark.parametrize("model", [MLP_MODEL, BATCH_NORM_MODEL], ids=["mlp", "batch norm"])
+@pytest.mark.parametrize("clients_per_round", [0, 2])
+def test_penalty_weight_zero_is_fedavg_bit_for_bit(model, clients_per_round):
+    fediir = make_method("fediir", penalty_weight=0.0, clients_per_round=clients_per_round)
+    fedavg = make_method("fedavg", clients_per_round=clients_per_round)
+    one, other = (run_method(method, model=model) for method in (fediir, fedavg))
+    assert have_equal_bits(one.server.model_state, other.server.model_state)
 
 
-def test_the_encoder_feels_the_penalty():
-    of, b = method("fediir", penalty=1.0), batch()
-    net = network(of, PLAIN).double().eval()
+def test_running_mean_starts_at_a_twentieth_of_the_mean_gradient():
+    method = make_method("fediir")
+    method_state = run_method(method, rounds=1, model=MLP_MODEL, dtype=torch.float64).server.method_state
+    net = build_model(method, MLP_MODEL).double().eval()
+    x, y = concatenate_examples([silo.train for silo in make_pattern_silos()])
+    loss = F.cross_entropy(net(x.double()).logits[0], y)
+    head = {n: p for n, p in net.named_parameters() if n.startswith(CLASSIFIER_PREFIX)}
+    for name, gradient in zip(head, torch.autograd.grad(loss, list(head.values()))):
+        assert torch.allclose(method_state[GRADIENT_PREFIX + name], 0.05 * gradient, atol=1e-12)
+
+
+def test_penalty_is_the_squared_distance_of_gradients():
+    method, batch = make_method("fediir", penalty_weight=0.5), make_batch()
+    net = build_model(method, MLP_MODEL).double().eval()
+    names = [n for n, _ in net.named_parameters() if n.startswith(CLASSIFIER_PREFIX)]
+    model = bind_model(net, extras={GRADIENT_PREFIX + n: torch.full_like(net.get_parameter(n), 0.01) for n in names})
+    task_loss = F.cross_entropy(net(batch.x).logits[0], batch.y)
+    gradients = torch.autograd.grad(task_loss, [net.get_parameter(n) for n in names])
+    expected = task_loss + 0.5 * sum((g - 0.01).square().sum() for g in gradients)
+    assert torch.allclose(method.loss(model, batch), expected, atol=1e-12)
+
+
+def test_penalty_has_a_gradient_for_the_encoder():
+    method, batch = make_method("fediir", penalty_weight=1.0), make_batch()
+    net = build_model(method, MLP_MODEL).double().eval()
     weight = net.encoder.layers[1].weight
 
-    def penalty():
-        g, _ = gradient(model_of(net), b)
-        return sum(t.square().sum() for t in g.values())
+    def compute_penalty():
+        gradients, _ = classifier_gradient_and_loss(bind_model(net), batch)
+        return sum(g.square().sum() for g in gradients.values())
 
-    (found,) = torch.autograd.grad(penalty(), weight)
+    (gradient,) = torch.autograd.grad(compute_penalty(), weight)
     with torch.no_grad():
         weight[0, 0] += 1e-5
-        above = penalty()
+        above = compute_penalty()
         weight[0, 0] -= 2e-5
-        below = penalty()
-    assert float(found[0, 0]) == pytest.approx(float(above - below) / 2e-5, rel=1e-3, abs=1e-9)
+        below = compute_penalty()
+    assert float(gradient[0, 0]) == pytest.approx(float(above - below) / 2e-5, rel=1e-3, abs=1e-9)
 
 
-def test_it_takes_two_messages_a_round_and_counts_both():
-    a, b = (run(method(name)).records[0] for name in ("fediir", "fedavg"))
-    assert a["bytes_up"] > b["bytes_up"]
-    assert a["bytes_down"] > 2 * b["bytes_down"]
+def test_both_messages_of_a_round_are_counted():
+    fediir, fedavg = (run_method(make_method(name)).records[0] for name in ("fediir", "fedavg"))
+    assert fediir["bytes_up"] > fedavg["bytes_up"]
+    assert fediir["bytes_down"] > 2 * fedavg["bytes_down"]

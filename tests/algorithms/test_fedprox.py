@@ -1,30 +1,34 @@
+"""FedProx: FedAvg plus a proximal term."""
+
 import pytest
 import torch
-from federations import batch, distance, method, model_of, network, run, same
+from harness import bind_model, build_model, have_equal_bits, make_batch, make_method, max_difference, run_method
 
 
 @pytest.mark.parametrize("codebook", [False, True])
-def test_without_mu_it_is_fedavg_bit_for_bit(codebook):
-    a, b = run(method("fedprox", mu=0.0, codebook=codebook)), run(method("fedavg", codebook=codebook))
-    assert same(a.server.state, b.server.state)
+def test_mu_zero_is_fedavg_bit_for_bit(codebook):
+    fedprox = run_method(make_method("fedprox", mu=0.0, codebook=codebook))
+    fedavg = run_method(make_method("fedavg", codebook=codebook))
+    assert have_equal_bits(fedprox.server.model_state, fedavg.server.model_state)
 
 
-def test_a_large_mu_keeps_weights_where_they_were():
-    begin = run(method("fedavg"), rounds=1).clients.initial
-    weights = [n for n, _ in network(method("fedavg")).named_parameters()]
-    moved = {}
+def test_large_mu_keeps_weights_near_the_received_ones():
+    initial = run_method(make_method("fedavg"), rounds=1).clients.initial_tensors
+    names = [n for n, _ in build_model(make_method("fedavg")).named_parameters()]
+    change = {}
     for mu in (0.0, 100.0):
-        after = run(method("fedprox", mu=mu), rounds=1).server.state
-        moved[mu] = distance({n: after[n] for n in weights}, {n: begin[n] for n in weights})
-    assert moved[100.0] < moved[0.0]
+        trained = run_method(make_method("fedprox", mu=mu), rounds=1).server.model_state
+        change[mu] = max_difference({n: trained[n] for n in names}, {n: initial[n] for n in names})
+    assert change[100.0] < change[0.0]
 
 
-def test_the_pull_is_half_mu_times_the_squared_way():
-    near, plain, b = method("fedprox", mu=0.5), method("fedavg"), batch()
-    model = model_of(network(near).double().eval())
-    weights = sum(p.numel() for p in model.params.values())
+def test_proximal_term_is_half_mu_times_the_squared_distance():
+    fedprox, fedavg, batch = make_method("fedprox", mu=0.5), make_method("fedavg"), make_batch()
+    model = bind_model(build_model(fedprox).double().eval())
+    num_weights = sum(p.numel() for p in model.params.values())
     with torch.no_grad():
-        assert near.loss(model, b) == plain.loss(model, b)
+        assert fedprox.loss(model, batch) == fedavg.loss(model, batch)
         for p in model.params.values():
             p += 0.01
-        assert float(near.loss(model, b) - plain.loss(model, b)) == pytest.approx(0.25 * weights * 0.01**2)
+        difference = float(fedprox.loss(model, batch) - fedavg.loss(model, batch))
+    assert difference == pytest.approx(0.25 * num_weights * 0.01**2)

@@ -1,93 +1,102 @@
+"""FedSR: a Gaussian code of bounded norm near a class prior that stays at the silo."""
+
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import PLAIN, batch, distance, method, model_of, network, run, same
-from torch import nn
-from torch.distributions import Normal, kl_divergence
+from harness import (
+    MLP_MODEL,
+    bind_model,
+    build_model,
+    have_equal_bits,
+    make_batch,
+    make_method,
+    max_difference,
+    run_method,
+)
+from torch import distributions, nn
 
-from uefl.algorithms.fedsr import Prior
-from uefl.gaussian import Gaussian, divergence
-from uefl.noise import Dropout
+from uefl.algorithms.fedsr import PRIOR_PREFIX, ClassPrior
+from uefl.core.noise import Dropout
+from uefl.models.gaussian import Gaussian, kl_divergence
 
 
-def test_the_divergence_is_that_of_torch_with_the_scale_folded_in():
+def test_divergence_equals_that_of_torch_with_scaled_codes():
     torch.manual_seed(0)
     q, y = Gaussian(torch.randn(6, 4).double(), torch.rand(6, 4).double() + 0.1), torch.arange(6) % 3
-    prior = Prior(3, 4).double()
+    prior = ClassPrior(3, 4).double()
     for p in prior.parameters():
         nn.init.normal_(p)
-    c0, sigma = prior.log_scale.exp(), F.softplus(prior.raw[y]) + 1e-6
-    expected = kl_divergence(Normal(c0 * q.mean, c0 * q.deviation), Normal(prior.mean[y], sigma)).sum(-1)
-    assert torch.allclose(divergence(prior.scaled(q), prior(y)), expected, atol=1e-12)
+    scale, sigma = prior.log_scale.exp(), F.softplus(prior.raw[y]) + 1e-6
+    code = distributions.Normal(scale * q.mean, scale * q.deviation)
+    expected = distributions.kl_divergence(code, distributions.Normal(prior.mean[y], sigma)).sum(-1)
+    assert torch.allclose(kl_divergence(prior.scale_code(q), prior(y)), expected, atol=1e-12)
 
 
-def test_the_loss_is_the_sum_of_its_three_terms():
-    of, b = method("fedsr", l2r=0.3, cmi=0.2), batch()
-    net = network(of, PLAIN).double().eval()  # in evaluation mode z is the mean
-    seen = of.loss(model_of(net), b)
-    q = net.classifier.posterior(net.features(b.x))
-    task = F.cross_entropy(net.classifier.head(q.mean), b.y)
-    small, close = q.mean.square().sum(1).sqrt().mean(), divergence(net.prior.scaled(q), net.prior(b.y)).mean()
-    assert torch.allclose(seen, task + 0.3 * small + 0.2 * close)
+def test_loss_is_the_sum_of_its_three_terms():
+    method, batch = make_method("fedsr", l2r=0.3, cmi=0.2), make_batch()
+    net = build_model(method, MLP_MODEL).double().eval()  # in evaluation mode z is the mean
+    q = net.classifier.posterior(net.extract_features(batch.x))
+    task_loss = F.cross_entropy(net.classifier.head(q.mean), batch.y)
+    norm = q.mean.square().sum(1).sqrt().mean()
+    divergence = kl_divergence(net.prior.scale_code(q), net.prior(batch.y)).mean()
+    assert torch.allclose(method.loss(bind_model(net), batch), task_loss + 0.3 * norm + 0.2 * divergence)
 
 
-def test_a_code_without_spread_gives_a_finite_loss_and_gradient():
-    of = method("fedsr")
-    net = network(of, PLAIN)
+def test_code_with_deviation_near_zero_has_finite_loss_and_gradients():
+    method = make_method("fedsr")
+    net = build_model(method, MLP_MODEL)
     with torch.no_grad():
         net.classifier.body[1].bias[16:] = -1e4
-    model = model_of(net)
-    loss = of.loss(model, batch(dtype=torch.float32))
+    model = bind_model(net)
+    loss = method.loss(model, make_batch(dtype=torch.float32))
     gradients = torch.autograd.grad(loss, list(model.params.values()), allow_unused=True)
     assert loss.isfinite()
     assert all(g.isfinite().all() for g in gradients if g is not None)
 
 
 @pytest.mark.parametrize("codebook", [False, True])
-def test_without_its_terms_it_is_fedavg_on_the_same_network(codebook):
-    of = method("fedsr", l2r=0.0, cmi=0.0, codebook=codebook)
-    a, b = run(of), run(method("fedavg", codebook=codebook), net=network(of))
-    shared = {n: t for n, t in b.server.state.items() if not n.startswith("prior.")}
-    assert same(a.server.state, shared)
+def test_zero_weights_are_fedavg_on_the_same_network(codebook):
+    fedsr, fedavg = make_method("fedsr", l2r=0.0, cmi=0.0, codebook=codebook), make_method("fedavg", codebook=codebook)
+    one, other = run_method(fedsr), run_method(fedavg, net=build_model(fedsr))
+    shared = {n: t for n, t in other.server.model_state.items() if not n.startswith(PRIOR_PREFIX)}
+    assert have_equal_bits(one.server.model_state, shared)
 
 
-def test_in_the_deterministic_limit_it_is_fedavg_on_an_ordinary_network():
-    of = method("fedsr", l2r=0.0, cmi=0.0)
-    model = replace(PLAIN, dropout=0.0)
-    net, plain = network(of, model), network(method("fedavg"), model)
+def test_deterministic_limit_is_fedavg_on_an_ordinary_network():
+    sgd = make_method("scaffold").local
+    fedsr, fedavg = make_method("fedsr", l2r=0.0, cmi=0.0, local=sgd), make_method("fedavg", local=sgd)
+    model = replace(MLP_MODEL, dropout=0.0)
+    net, ordinary = build_model(fedsr, model), build_model(fedavg, model)
     body, head = net.classifier.body[1], net.classifier.head[1]
     with torch.no_grad():
         body.bias[16:] = -1e4  # σ → 0
-    linear = nn.Linear(body.in_features, 16)
-    linear.weight.data, linear.bias.data = body.weight[:16].clone(), body.bias[:16].clone()
+    hidden = nn.Linear(body.in_features, 16)
+    hidden.weight.data, hidden.bias.data = body.weight[:16].clone(), body.bias[:16].clone()
     last = nn.Linear(16, 3)
     last.load_state_dict(head.state_dict())
-    plain.encoder.load_state_dict(net.encoder.state_dict())
-    plain.classifier[0], plain.classifier[1], plain.classifier[2] = Dropout(0.0), linear, nn.Identity()
-    plain.classifier[4] = last
-    sgd = method("scaffold").local
-    a = run(method("fedsr", l2r=0.0, cmi=0.0, local=sgd), net=net, dtype=torch.float64).server.state
-    b = run(method("fedavg", local=sgd), net=plain, dtype=torch.float64).server.state
-    encoders = [{n: t for n, t in s.items() if n.startswith("encoder.")} for s in (a, b)]
-    assert distance(*encoders) < 1e-6
-    assert distance({"w": a["classifier.head.1.weight"]}, {"w": b["classifier.4.weight"]}) < 1e-6
+    ordinary.encoder.load_state_dict(net.encoder.state_dict())
+    ordinary.classifier[0], ordinary.classifier[1], ordinary.classifier[2] = Dropout(0.0), hidden, nn.Identity()
+    ordinary.classifier[4] = last
+    one = run_method(fedsr, net=net, dtype=torch.float64).server.model_state
+    other = run_method(fedavg, net=ordinary, dtype=torch.float64).server.model_state
+    encoders = [{n: t for n, t in state.items() if n.startswith("encoder.")} for state in (one, other)]
+    assert max_difference(*encoders) < 1e-6
+    assert max_difference({"w": one["classifier.head.1.weight"]}, {"w": other["classifier.4.weight"]}) < 1e-6
 
 
-def test_the_prediction_is_the_mean_over_codes():
-    of = method("fedsr", draws=200)
-    net = network(of, PLAIN).double().eval()
-    seen = net.examine(batch().x, 2)
-    assert seen.logits.shape == (200, 12, 3)
-    assert seen.logits.std(0).min() > 0
-    q = net.classifier.posterior(net.features(batch().x))
-    mean = net.classifier.head(q.mean)
-    assert (seen.logits.mean(0) - mean).abs().max() < 0.3 * seen.logits.std()
+def test_prediction_is_the_mean_over_codes():
+    net = build_model(make_method("fedsr", eval_draws=200), MLP_MODEL).double().eval()
+    logits = net.predict_with_samples(make_batch().x, 2).logits
+    assert logits.shape == (200, 12, 3)
+    assert logits.std(0).min() > 0
+    q = net.classifier.posterior(net.extract_features(make_batch().x))
+    assert (logits.mean(0) - net.classifier.head(q.mean)).abs().max() < 0.3 * logits.std()
 
 
-def test_priors_learn_and_differ_between_silos():
-    done = run(method("fedsr", cmi=0.1))
-    a, b = (done.clients.memory[f"silo {i}"]["prior.mean"] for i in (0, 1))
-    assert a.abs().max() > 0
-    assert not torch.equal(a, b)
+def test_priors_are_trained_and_differ_between_silos():
+    client_states = run_method(make_method("fedsr", cmi=0.1)).clients.client_states
+    one, other = (client_states[f"silo {i}"]["prior.mean"] for i in (0, 1))
+    assert one.abs().max() > 0
+    assert not torch.equal(one, other)

@@ -1,86 +1,93 @@
+"""SCAFFOLD: control variates of the server and of the silos."""
+
 from dataclasses import replace
 
 import pytest
 import torch
-from federations import NORMED, PLAIN, distance, method, run, silos
+from harness import BATCH_NORM_MODEL, MLP_MODEL, make_method, make_pattern_silos, max_difference, run_method
 
-from uefl.algorithms import Scaffold
-from uefl.algorithms.scaffold import CONTROL, effective
-from uefl.errors import InputError
-from uefl.local import Local
+from uefl.algorithms.scaffold import CONTROL_PREFIX, Scaffold, effective_steps
+from uefl.core.errors import InputError
+from uefl.core.local import LocalTraining
 
-SGD = Local(optimizer="sgd", rate=0.02, momentum=0.0, batch=12, epochs=1)
+SGD = LocalTraining(optimizer="sgd", lr=0.02, momentum=0.0, batch_size=12, epochs=1)
 
 
-def test_one_client_is_fedavg_and_its_control_is_the_servers():
-    only = silos()[:1]
-    a = run(method("scaffold", local=SGD), only, dtype=torch.float64)
-    b = run(method("fedavg", local=SGD), only, dtype=torch.float64)
-    assert distance(a.server.state, b.server.state) < 1e-12  # c = c_k, so the correction vanishes
-    mine = a.clients.memory["silo 0"]
-    controls = {n: c for n, c in a.server.memory.items() if n.startswith(CONTROL)}
+def test_one_silo_is_fedavg_and_its_control_equals_the_servers():
+    silos = make_pattern_silos()[:1]
+    scaffold = run_method(make_method("scaffold", local=SGD), silos, dtype=torch.float64)
+    fedavg = run_method(make_method("fedavg", local=SGD), silos, dtype=torch.float64)
+    # c = c_k, so the correction is zero
+    assert max_difference(scaffold.server.model_state, fedavg.server.model_state) < 1e-12
+    client_state = scaffold.clients.client_states["silo 0"]
+    controls = {n: c for n, c in scaffold.server.method_state.items() if n.startswith(CONTROL_PREFIX)}
     assert controls
-    assert distance(controls, {n: mine[n] for n in controls}) < 1e-12
+    assert max_difference(controls, {n: client_state[n] for n in controls}) < 1e-12
 
 
-@pytest.mark.parametrize("participation", [0, 1])
-def test_the_servers_control_is_the_mean_of_the_silos(participation):
-    done = run(method("scaffold", participation=participation), dtype=torch.float64)
-    for name, c in done.server.memory.items():
-        if name.startswith(CONTROL):
-            mean = sum(mine[name] for mine in done.clients.memory.values()) / 3  # who never trained has 0
-            assert torch.allclose(c, mean, atol=1e-12)
+@pytest.mark.parametrize("clients_per_round", [0, 1])
+def test_control_of_the_server_is_the_mean_over_silos(clients_per_round):
+    run = run_method(make_method("scaffold", clients_per_round=clients_per_round), dtype=torch.float64)
+    for name, control in run.server.method_state.items():
+        if name.startswith(CONTROL_PREFIX):
+            # A silo that never trained has control 0.
+            mean = sum(client_state[name] for client_state in run.clients.client_states.values()) / 3
+            assert torch.allclose(control, mean, atol=1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_control_is_the_mean_gradient_of_the_round(momentum):
-    """Down a slope that does not change, c_k is exactly that slope, with and without momentum."""
-    local = Local(optimizer="sgd", rate=0.1, momentum=momentum, batch=12, epochs=2)
+def test_control_of_a_silo_is_its_mean_gradient_of_the_round(momentum):
+    """If the gradient is constant, c_k is exactly that gradient, with and without momentum."""
+    local = LocalTraining(optimizer="sgd", lr=0.1, momentum=momentum, batch_size=12, epochs=2)
 
-    class Slope(Scaffold):
+    class ConstantGradient(Scaffold):
         def loss(self, model, batch):
             del batch
             return sum((3.0 * p).sum() for p in model.params.values())
 
-    of = Slope(rounds=1, iterations=1, passes=2, local=local)
-    for mine in run(of, model=PLAIN, dtype=torch.float64).clients.memory.values():
-        for name, c in mine.items():
-            if name.startswith(CONTROL):
-                assert torch.allclose(c, torch.full_like(c, 3.0), atol=1e-9)
+    method = ConstantGradient(rounds=1, iterations=1, mc_samples=2, local=local)
+    for client_state in run_method(method, model=MLP_MODEL, dtype=torch.float64).clients.client_states.values():
+        for name, control in client_state.items():
+            if name.startswith(CONTROL_PREFIX):
+                assert torch.allclose(control, torch.full_like(control, 3.0), atol=1e-9)
 
 
-def test_steps_with_momentum_tend_to_the_textbook_length():
-    assert effective(7, 0.0) == 7
-    assert effective(1, 0.9) == pytest.approx(1)
-    assert effective(10**6, 0.9) == pytest.approx(10**7, rel=1e-4)
+def test_effective_steps_tend_to_steps_divided_by_one_minus_momentum():
+    assert effective_steps(7, 0.0) == 7
+    assert effective_steps(1, 0.9) == pytest.approx(1)
+    assert effective_steps(10**6, 0.9) == pytest.approx(10**7, rel=1e-4)
 
 
-def test_adam_is_refused_in_one_line():
-    with pytest.raises(InputError, match="needs optimizer=sgd, not adam"):
-        Scaffold(local=Local())
+def test_adam_is_an_error_of_one_line():
+    with pytest.raises(InputError, match="needs optimizer=sgd, not adam") as error:
+        Scaffold(local=LocalTraining())
+    assert "\n" not in str(error.value)
 
 
-def test_statistics_and_words_have_no_control():
-    done = run(method("scaffold", codebook=True), model=NORMED)
-    named = [n for n in done.server.memory if n.startswith(CONTROL)]
-    assert named
-    assert not any("running" in n or "words" in n for n in named)
+def test_batch_norm_statistics_and_codewords_have_no_control():
+    run = run_method(make_method("scaffold", codebook=True), model=BATCH_NORM_MODEL)
+    names = [n for n in run.server.method_state if n.startswith(CONTROL_PREFIX)]
+    assert names
+    assert not any("running" in n or "codewords" in n for n in names)
 
 
-def test_silos_that_are_alike_need_no_correction():
-    first = silos()[0]
-    twins = [type(first)(name, first.train, first.validation, first.test) for name in ("a", "b")]
-    one = Local(optimizer="sgd", rate=0.02, momentum=0.0, batch=len(first.train.y), epochs=1)  # one whole batch
-    model = replace(PLAIN, dropout=0.0)
-    a, b = run(method("scaffold", local=one), twins, model=model), run(method("fedavg", local=one), twins, model=model)
-    assert distance(a.server.state, b.server.state) < 1e-5
+def test_equal_silos_need_no_correction():
+    silo = make_pattern_silos()[0]
+    silos = [replace(silo, name=name) for name in ("a", "b")]
+    local = replace(SGD, batch_size=len(silo.train.y))  # one batch with all examples
+    model = replace(MLP_MODEL, dropout=0.0)
+    scaffold, fedavg = (
+        run_method(make_method(name, local=local), silos, model=model).server.model_state
+        for name in ("scaffold", "fedavg")
+    )
+    assert max_difference(scaffold, fedavg) < 1e-5
 
 
-def test_a_silo_that_sends_something_else_beside_its_weights_is_not_heard():
-    of = method("scaffold")
-    done = run(of, rounds=1)
-    right = done.clients.replies[0]
-    name = next(iter(right.extra))
-    for wrong in ({}, {name: right.extra[name]}, {**right.extra, name: torch.zeros(1, 2, 3)}):
-        after = of.integrate(done.server, [right._replace(extra=wrong)])
-        assert distance(after.memory, done.server.memory) == 0
+def test_reply_with_invalid_extras_does_not_change_the_controls():
+    method = make_method("scaffold")
+    run = run_method(method, rounds=1)
+    reply = run.clients.replies[0]
+    name = next(iter(reply.extras))
+    for extras in ({}, {name: reply.extras[name]}, {**reply.extras, name: torch.zeros(1, 2, 3)}):
+        after = method.update_method_state(run.server, [reply._replace(extras=extras)])
+        assert max_difference(after.method_state, run.server.method_state) == 0

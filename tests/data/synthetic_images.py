@@ -1,22 +1,24 @@
-"""Small made-up images for the laws of cuts: only labels, splits, domains and owners matter."""
+"""Make small random images for tests of partitioners, which use only labels, splits, domains and silos."""
 
 import torch
 
-from uefl.data import Images
-from uefl.noise import bits, key, uniform
+from uefl.core.noise import derive_key, random_bits, uniform
+from uefl.data.images import Images
 
 
-def synthetic(n: int = 6000, classes: int = 10, *, test: float = 0.0, channels: int = 1) -> Images:
-    """Labels sorted by class, as many sources come; 4 domains, 5 silos; part `test` is the source's test split."""
-    pixels = (bits(key("pixels"), n * channels * 36) & 0xFF).to(torch.uint8)
+def make_synthetic_images(
+    count: int = 6000, num_classes: int = 10, *, test_fraction: float = 0.0, channels: int = 1
+) -> Images:
+    """Make images sorted by class, as in many sources, with 4 domains, 5 silos and a test split."""
+    pixels = (random_bits(derive_key("pixels"), count * channels * 36) & 0xFF).to(torch.uint8)
     return Images(
         "mnist5k",
-        pixels.reshape(n, channels, 6, 6),
-        torch.arange(n) * classes // n,
-        tuple(str(c) for c in range(classes)),
-        uniform(key("test"), (n,)) < test,
-        domain=torch.arange(n) % 4,
+        pixels.reshape(count, channels, 6, 6),
+        torch.arange(count) * num_classes // count,
+        tuple(str(c) for c in range(num_classes)),
+        uniform(derive_key("test"), (count,)) < test_fraction,
+        domain_ids=torch.arange(count) % 4,
         domains=("art", "cartoon", "photo", "sketch"),
-        silo=torch.arange(n) % 5,
+        silo_ids=torch.arange(count) % 5,
         silos=("anna", "bert", "carl", "dora", "emil"),
     )

@@ -7,87 +7,87 @@ from pathlib import Path
 
 import pytest
 import torch
-from making import as_folder, as_zip, idx_files, png
+from file_factories import make_idx_files, make_png, write_folder, write_zip
 
+from uefl.core.paths import get_cache_folder
 from uefl.data import cache
 from uefl.data.images import Images
-from uefl.data.places import cache_folder
-from uefl.data.sources import read
+from uefl.data.sources import read_images
 
-FILES = {f"{s}/{c}/{i}.png": png(n) for n, (s, c, i) in enumerate(
+FILES = {f"{s}/{c}/{i}.png": make_png(n) for n, (s, c, i) in enumerate(
     (s, c, i) for s in ("a", "b") for c in ("x", "y") for i in range(3))}  # fmt: skip
 
 
-def cached():
-    return sorted((cache_folder() / "decoded").glob("*"))
+def list_cached_files():
+    return sorted((get_cache_folder() / "decoded").glob("*"))
 
 
-def same(one, two):
+def are_equal(first, second):
     return all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(vars(one).values(), vars(two).values(), strict=True)
+        for a, b in zip(vars(first).values(), vars(second).values(), strict=True)
     )
 
 
-def test_the_second_load_is_a_memory_map_of_the_same(tmp_path):
-    path = str(as_zip(tmp_path / "t.zip", FILES))
-    first = read("folder", path)
-    (file,) = cached()
-    wrote = file.stat().st_mtime_ns
-    second = read("folder", path)
-    assert same(first, second)
-    assert file.stat().st_mtime_ns == wrote, "read, not written again"
+def test_second_load_is_a_memory_map_of_the_same_images(tmp_path):
+    path = str(write_zip(tmp_path / "t.zip", FILES))
+    first = read_images("folder", path)
+    (file,) = list_cached_files()
+    written_at = file.stat().st_mtime_ns
+    second = read_images("folder", path)
+    assert are_equal(first, second)
+    assert file.stat().st_mtime_ns == written_at, "the file is not written again"
     assert str(file) in Path("/proc/self/maps").read_text()
     assert second.silos == ("a", "b")
 
 
-def test_the_same_bytes_elsewhere_are_the_same_entry_and_other_bytes_another(tmp_path):
-    read("folder", str(as_zip(tmp_path / "t.zip", FILES)))
+def test_cache_key_depends_on_bytes_and_image_size_but_not_on_the_path(tmp_path):
+    read_images("folder", str(write_zip(tmp_path / "t.zip", FILES)))
     (tmp_path / "copy.zip").write_bytes((tmp_path / "t.zip").read_bytes())
-    read("folder", str(tmp_path / "copy.zip"))
-    assert len(cached()) == 1
-    read("folder", str(as_zip(tmp_path / "t.zip", FILES | {"a/x/9.png": png(99)})))
-    assert len(cached()) == 2
-    read("folder", str(tmp_path / "copy.zip"), size=4)
-    assert len(cached()) == 3
+    read_images("folder", str(tmp_path / "copy.zip"))
+    assert len(list_cached_files()) == 1
+    read_images("folder", str(write_zip(tmp_path / "t.zip", FILES | {"a/x/9.png": make_png(99)})))
+    assert len(list_cached_files()) == 2
+    read_images("folder", str(tmp_path / "copy.zip"), image_size=4)
+    assert len(list_cached_files()) == 3
 
 
-def test_a_changed_folder_is_read_again(tmp_path):
-    before = read("folder", str(as_folder(tmp_path, FILES)))
+def test_changed_folder_is_read_again(tmp_path):
+    before = read_images("folder", str(write_folder(tmp_path, FILES)))
     time.sleep(0.01)
-    as_folder(tmp_path, {"a/x/0.png": png(99)})
-    after = read("folder", str(tmp_path))
+    write_folder(tmp_path, {"a/x/0.png": make_png(99)})
+    after = read_images("folder", str(tmp_path))
     assert not torch.equal(before.x[0], after.x[0])
 
 
-def damaged(data, how):
+def damage(data, how):
     if how == "payload":
         return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
-    if how == "about":
+    if how == "fields":
         return data.replace(b'"x\\', b'"z\\', 1)
     return {"empty": b"", "truncated": data[: len(data) // 2], "noise": os.urandom(500), "huge": b"\xff" * 64}[how]
 
 
-@pytest.mark.parametrize("how", ["empty", "truncated", "noise", "huge", "payload", "about"])
-def test_a_damaged_entry_is_decoded_anew(tmp_path, how):
-    path = str(as_zip(tmp_path / "t.zip", FILES))
-    first = read("folder", path)
-    (file,) = cached()
-    whole = file.read_bytes()
-    assert damaged(whole, how) != whole
-    # A new file, as a crash of the machine would leave it: writing into a mapped one would change `first` itself.
+@pytest.mark.parametrize("how", ["empty", "truncated", "noise", "huge", "payload", "fields"])
+def test_damaged_cache_file_is_decoded_again(tmp_path, how):
+    path = str(write_zip(tmp_path / "t.zip", FILES))
+    first = read_images("folder", path)
+    (file,) = list_cached_files()
+    complete = file.read_bytes()
+    assert damage(complete, how) != complete
+    # A new file, as after a crash of the machine: writing into the mapped file would change `first`.
     file.unlink()
-    file.write_bytes(damaged(whole, how))
+    file.write_bytes(damage(complete, how))
     assert cache.load(file) is None
-    assert same(first, read("folder", path))
-    assert file.read_bytes() == whole
+    assert are_equal(first, read_images("folder", path))
+    assert file.read_bytes() == complete
 
 
-def test_a_refused_source_leaves_nothing_in_the_cache(tmp_path):
-    path = str(as_zip(tmp_path / "t.zip", FILES | {"b/y/9.png": b"?"}))
+def test_rejected_source_is_not_cached(tmp_path):
+    path = str(write_zip(tmp_path / "t.zip", FILES | {"b/y/9.png": b"?"}))
     with pytest.raises(ValueError, match=r"9\.png"):
-        read("folder", path)
-    assert cached() == []
+        read_images("folder", path)
+    assert list_cached_files() == []
 
 
 WRITER = """
@@ -104,7 +104,7 @@ while True:
 """
 
 
-def test_a_killed_writer_leaves_the_whole_or_nothing(tmp_path):
+def test_killed_writer_leaves_a_complete_file_or_none(tmp_path):
     file = tmp_path / "big.safetensors"
     for wait in (0.02, 0.1):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(file)], stdout=subprocess.PIPE, text=True)
@@ -118,52 +118,52 @@ def test_a_killed_writer_leaves_the_whole_or_nothing(tmp_path):
     assert {p.suffix for p in tmp_path.iterdir()} <= {".safetensors", ".tmp"}
 
 
-def tiny():
+def make_tiny_images():
     return Images("t", torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.zeros(1).long(), ("a",), torch.zeros(1).bool())
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path):
+def test_failed_write_leaves_no_files(tmp_path):
     (tmp_path / "taken.safetensors").mkdir()
     (tmp_path / "taken.safetensors" / "x").write_bytes(b"")
     with pytest.raises(OSError, match="taken"):
-        cache.store(tiny(), tmp_path / "taken.safetensors")
+        cache.store(make_tiny_images(), tmp_path / "taken.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["taken.safetensors"]
 
 
-def test_what_the_killed_left_is_swept_after_a_day(tmp_path):
-    old, young = tmp_path / ".old-1.tmp", tmp_path / ".young-1.tmp"
-    for left in (old, young):
-        as_folder(left, {"half": b"half"})
+def test_stale_temporary_folders_are_removed_after_a_day(tmp_path):
+    old, recent = tmp_path / ".old-1.tmp", tmp_path / ".recent-1.tmp"
+    for folder in (old, recent):
+        write_folder(folder, {"half": b"half"})
     os.utime(old, (1, 1))
-    cache.store(tiny(), tmp_path / "t.safetensors")
-    assert (old.exists(), young.exists()) == (False, True)
+    cache.store(make_tiny_images(), tmp_path / "t.safetensors")
+    assert (old.exists(), recent.exists()) == (False, True)
     assert (tmp_path / "t.safetensors").stat().st_mode & 0o044, "a group may share the cache"
 
 
-def test_images_arrive_also_where_nothing_can_be_cached(tmp_path, monkeypatch):
+def test_images_are_read_even_if_the_cache_is_not_writable(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    assert len(read("folder", str(as_folder(tmp_path / "t", FILES))).y) == len(FILES)
+    assert len(read_images("folder", str(write_folder(tmp_path / "t", FILES))).y) == len(FILES)
 
 
-def test_a_library_without_write_permission_stays_untouched(tmp_path, monkeypatch):
-    as_folder(tmp_path / "library" / "mnist", idx_files())
+def test_data_folder_without_write_permission_is_not_modified(tmp_path, monkeypatch):
+    write_folder(tmp_path / "library" / "mnist", make_idx_files())
     (tmp_path / "library").chmod(0o555)
     monkeypatch.setenv("UEFL_DATA", str(tmp_path / "library"))
     try:
-        assert len(read("mnist").y) == 8
+        assert len(read_images("mnist").y) == 8
         assert [p.name for p in (tmp_path / "library").iterdir()] == ["mnist"]
-        assert len(cached()) == 1
+        assert len(list_cached_files()) == 1
     finally:
         (tmp_path / "library").chmod(0o755)
 
 
-def test_data_are_looked_for_in_uefl_data_then_in_the_cache(tmp_path, monkeypatch):
-    as_folder(tmp_path / "xdg" / "uefl" / "mnist", idx_files((1, 1)))
+def test_data_are_searched_in_uefl_data_then_in_the_cache(tmp_path, monkeypatch):
+    write_folder(tmp_path / "xdg" / "uefl" / "mnist", make_idx_files((1, 1)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert read("mnist").y.tolist() == [1] * 4
-    as_folder(tmp_path / "mine" / "mnist", idx_files((2, 2)))
-    monkeypatch.setenv("UEFL_DATA", str(tmp_path / "mine"))
-    assert read("mnist").y.tolist() == [2] * 4
-    assert read("mnist", str(tmp_path / "xdg" / "uefl" / "mnist")).y.tolist() == [1] * 4
+    assert read_images("mnist").y.tolist() == [1] * 4
+    write_folder(tmp_path / "data" / "mnist", make_idx_files((2, 2)))
+    monkeypatch.setenv("UEFL_DATA", str(tmp_path / "data"))
+    assert read_images("mnist").y.tolist() == [2] * 4
+    assert read_images("mnist", str(tmp_path / "xdg" / "uefl" / "mnist")).y.tolist() == [1] * 4

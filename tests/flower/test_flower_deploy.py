@@ -1,4 +1,4 @@
-"""What `uefl deploy init` writes, and one small deployment over TLS with real processes."""
+"""The files that `uefl deploy init` writes, and one small deployment over TLS with real processes."""
 
 import json
 import os
@@ -16,25 +16,27 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from rich.console import Console
 from typer.testing import CliRunner
 
-from uefl.cli import app
-from uefl.errors import InputError
-from uefl.flower.demo import configured, digits, started
-from uefl.flower.deploy import check, init
-from uefl.flower.loopback import free_port, loopback
-from uefl.flower.server import asked
+from uefl.cli.main import app
+from uefl.core.errors import InputError
+from uefl.flower.demo import start_processes, write_digits, write_run_settings
+from uefl.flower.deployment import check_run_config, write_deployment
+from uefl.flower.local_processes import find_free_port, open_local_federation
+from uefl.flower.server import parse_run_config
 
-SMALL = "rounds=1 extra_rounds=0 iterations=1 width=2 hidden=8 passes=2 local.batch=20 local.epochs=1"
+SMALL_SETTINGS = (
+    "rounds=1 extra_rounds=0 iterations=1 width=2 hidden_size=8 mc_samples=2 local.batch_size=20 local.epochs=1"
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return init(tmp_path / "f", ["north", "south"], address="coordinator.example", name="test")
+    return write_deployment(tmp_path / "f", ["north", "south"], address="coordinator.example", federation_name="test")
 
 
 def test_every_silo_gets_its_own_folder_and_no_other_key(folder):
     for silo in ("north", "south"):
-        place = folder / "silos" / silo
-        assert sorted(p.name for p in place.iterdir()) == [
+        silo_folder = folder / "silos" / silo
+        assert sorted(p.name for p in silo_folder.iterdir()) == [
             "ca.crt",
             "data",
             "key",
@@ -43,12 +45,12 @@ def test_every_silo_gets_its_own_folder_and_no_other_key(folder):
             "uefl-supernode.service",
         ]
         other = "south" if silo == "north" else "north"
-        assert other not in (place / "supernode.sh").read_text()
+        assert other not in (silo_folder / "supernode.sh").read_text()
     assert not list((folder / "coordinator").rglob("key"))
     assert not (folder / "coordinator" / "ca.key").exists()
 
 
-def test_private_keys_are_for_their_owner_only_and_fit_the_public_ones(folder):
+def test_private_keys_are_readable_by_their_owner_only_and_match_the_public_ones(folder):
     for path in (folder / "authority/ca.key", folder / "coordinator/server.key", folder / "silos/north/key"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     private = load_ssh_private_key((folder / "silos/north/key").read_bytes(), None)
@@ -56,7 +58,7 @@ def test_private_keys_are_for_their_owner_only_and_fit_the_public_ones(folder):
     assert private.public_key() == public
 
 
-def test_the_certificate_is_for_the_coordinator_and_signed_by_the_authority(folder):
+def test_the_certificate_is_valid_for_the_coordinator_and_signed_by_the_authority(folder):
     ca = x509.load_pem_x509_certificate((folder / "authority/ca.crt").read_bytes())
     server = x509.load_pem_x509_certificate((folder / "coordinator/server.crt").read_bytes())
     server.verify_directly_issued_by(ca)
@@ -64,7 +66,7 @@ def test_the_certificate_is_for_the_coordinator_and_signed_by_the_authority(fold
     assert "coordinator.example" in names.get_values_for_type(x509.DNSName)
 
 
-def test_scripts_are_shell_and_keep_quiet(folder):
+def test_scripts_are_valid_shell_and_disable_telemetry(folder):
     for script in folder.rglob("*.sh"):
         if "app" not in script.parts:
             subprocess.run(["bash", "-n", script], check=True)
@@ -74,7 +76,7 @@ def test_scripts_are_shell_and_keep_quiet(folder):
     assert "--disable-runtime-dependency-installation" in (folder / "coordinator/superlink.sh").read_text()
 
 
-def test_units_start_the_scripts_that_lie_beside_them(folder, tmp_path):
+def test_systemd_units_start_the_scripts_in_their_folder(folder, tmp_path):
     for unit in folder.rglob("*.service"):
         home = f"/opt/uefl/{unit.parent.name}"
         text = unit.read_text()
@@ -83,11 +85,12 @@ def test_units_start_the_scripts_that_lie_beside_them(folder, tmp_path):
         assert os.access(unit.with_name(Path(start).name), os.X_OK)
         if shutil.which("systemd-analyze"):
             (tmp_path / unit.name).write_text(text.replace(home, str(unit.parent)))
-            said = subprocess.run(["systemd-analyze", "verify", "--man=no", tmp_path / unit.name], capture_output=True)
-            assert (said.returncode, said.stderr) == (0, b"")
+            command = ["systemd-analyze", "verify", "--man=no", tmp_path / unit.name]
+            completed = subprocess.run(command, capture_output=True)
+            assert (completed.returncode, completed.stderr) == (0, b"")
 
 
-def test_scripts_name_programs_and_files_that_there_are(folder):
+def test_scripts_use_programs_and_files_that_exist(folder):
     programs = Path(sys.executable).parent
     for script in [*folder.glob("coordinator/*.sh"), *folder.glob("silos/*/*.sh")]:
         text = script.read_text()
@@ -97,46 +100,48 @@ def test_scripts_name_programs_and_files_that_there_are(folder):
             assert script.with_name(file).exists()
 
 
-def test_the_run_configuration_overrides_only_what_the_app_has(folder):
-    known = tomllib.loads((folder / "coordinator/app/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    told = tomllib.loads((folder / "coordinator/federation.toml").read_text())
-    assert told.keys() <= known.keys()
-    assert all(type(known[name]) is type(value) for name, value in told.items())
-    assert list(asked({**known, **told})) == ["uefl"]
+def test_the_run_configuration_overrides_only_settings_of_the_app(folder):
+    defaults = tomllib.loads((folder / "coordinator/app/pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    run_config = tomllib.loads((folder / "coordinator/federation.toml").read_text())
+    assert run_config.keys() <= defaults.keys()
+    assert all(type(defaults[name]) is type(value) for name, value in run_config.items())
+    assert list(parse_run_config({**defaults, **run_config})) == ["uefl"]
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "reason"),
     [
-        ('method = "pooled"', "pooled cannot run on Flower"),
+        ('method = "centralized"', "centralized cannot run on Flower"),
         ('settings = "gama=1"', "unknown field 'gama' (did you mean 'gamma'?)"),
-        ('settings = "fedavg"', "one method at a time, not uefl, fedavg"),
+        ('settings = "fedavg"', "choose one method, not uefl, fedavg"),
         ("rounds = 3", "unknown setting 'rounds'; known: method"),
-        ("wait = 60", "wait=60 is not of the form 120.0"),
-        ("wait =", "federation.toml: Invalid value"),
+        ("connect_timeout = 60", "connect_timeout=60 has the wrong type; expected a value such as 120.0"),
+        ("connect_timeout =", "federation.toml: Invalid value"),
     ],
 )
-def test_a_mistake_in_the_configuration_is_found_before_anything_starts(line, why, folder):
-    place = folder / "coordinator" / "federation.toml"
-    place.write_text(changed(place, line))
-    with pytest.raises(InputError) as said:
-        check(place)
-    assert why in str(said.value)
+def test_an_error_in_the_run_configuration_is_found_before_anything_starts(line, reason, folder):
+    path = edit_config(folder, line)
+    with pytest.raises(InputError) as error:
+        check_run_config(path)
+    assert reason in str(error.value)
 
 
-def test_run_says_a_mistake_in_one_line_and_exits_with_code_2(folder):
-    place = folder / "coordinator" / "federation.toml"
-    place.write_text(changed(place, 'method = "pooled"'))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    run, env = place.with_name("run.sh"), {**os.environ, "PATH": path}
-    done = subprocess.run([run], capture_output=True, text=True, env=env, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr == "uefl: pooled cannot run on Flower: it needs all data in one place; engine=serial runs it\n"
+def test_the_run_script_reports_an_error_in_one_line_and_exits_with_code_2(folder):
+    script = edit_config(folder, 'method = "centralized"').with_name("run.sh")
+    search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": search_path}
+    completed = subprocess.run([script], capture_output=True, text=True, env=env, timeout=60)
+    assert completed.returncode == 2
+    reason = "it needs all data in one place; use engine=serial"
+    assert completed.stderr == f"uefl: centralized cannot run on Flower: {reason}\n"
 
 
-def changed(place: Path, line: str) -> str:
-    kept = [old for old in place.read_text().splitlines() if old.split(" ")[0] != line.split(" ")[0]]
-    return "\n".join([*kept, line]) + "\n"
+def edit_config(folder: Path, line: str) -> Path:
+    """Replace one line of the run configuration; return its path."""
+    path = folder / "coordinator" / "federation.toml"
+    other_lines = [old for old in path.read_text().splitlines() if old.split(" ")[0] != line.split(" ")[0]]
+    path.write_text("\n".join([*other_lines, line]) + "\n")
+    return path
 
 
 @pytest.mark.parametrize(
@@ -148,37 +153,38 @@ def changed(place: Path, line: str) -> str:
         (["a b"], {}),
         (["a"], {"port": 0}),
         (["a"], {"address": "$(reboot)"}),
-        (["a"], {"name": 'x"y'}),
+        (["coordinator"], {}),
+        (["a"], {"federation_name": 'x"y'}),
     ],
 )
-def test_names_that_could_do_harm_are_refused(silos, fields, tmp_path):
+def test_harmful_names_are_rejected(silos, fields, tmp_path):
     with pytest.raises(InputError):
-        init(tmp_path / "f", silos, **{"address": "127.0.0.1", **fields})
+        write_deployment(tmp_path / "f", silos, **{"address": "127.0.0.1", **fields})
 
 
-def test_nothing_is_overwritten(folder):
+def test_existing_files_are_never_overwritten(folder):
     with pytest.raises(InputError, match="not empty"):
-        init(folder, ["north"], address="127.0.0.1")
+        write_deployment(folder, ["north"], address="127.0.0.1")
 
 
-def test_the_command_says_what_to_do_next(tmp_path):
-    said = CliRunner().invoke(app, ["deploy", "init", str(tmp_path / "f"), "a", "b", "--address", "127.0.0.1"])
-    assert said.exit_code == 0
-    assert "superlink.sh" in said.output
-    assert "ca.key" in said.output
+def test_the_command_prints_the_next_steps(tmp_path):
+    result = CliRunner().invoke(app, ["deploy", "init", str(tmp_path / "f"), "a", "b", "--address", "127.0.0.1"])
+    assert result.exit_code == 0
+    assert "superlink.sh" in result.output
+    assert "ca.key" in result.output
 
 
 def test_two_silos_federate_over_tls(tmp_path):
-    port = free_port()
-    folder = init(tmp_path / "f", ["north", "south"], address="127.0.0.1", port=port)
+    port = find_free_port()
+    folder = write_deployment(tmp_path / "f", ["north", "south"], address="127.0.0.1", port=port)
     for i, silo in enumerate(("north", "south")):
-        digits(folder / "silos" / silo / "data", f"rotate:{90 * i}", i, count=60)
-    configured(folder, SMALL, method="fedavg")
-    with loopback(folder, port) as processes:
-        started(processes, ["north", "south"], Console(quiet=True))
-        said = "\n".join(processes.lines())
+        write_digits(folder / "silos" / silo / "data", f"rotate:{90 * i}", i, num_images=60)
+    write_run_settings(folder, SMALL_SETTINGS, method="fedavg")
+    with open_local_federation(folder, port) as processes:
+        start_processes(processes, ["north", "south"], Console(quiet=True))
+        output = "\n".join(processes.stream_run_output())
     (records,) = folder.glob("coordinator/runs/*/records.jsonl")
     (record,) = map(json.loads, records.read_text().splitlines())
-    assert record["who"] == ["north", "south"], said
-    assert all("refused" not in mine and mine["count"] for mine in record["silos"].values())
-    assert not processes.alive(), "something is left running"
+    assert record["participants"] == ["north", "south"], output
+    assert all("rejected" not in silo and silo["num_examples"] for silo in record["silos"].values())
+    assert not processes.list_process_ids(), "a process is still running"

@@ -1,4 +1,4 @@
-"""Weights trained on ImageNet see more in real photographs than random ones do."""
+"""ImageNet weights give better features of real photographs than random weights."""
 
 import os
 import random
@@ -12,23 +12,23 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from uefl.models.encoders import encoder
-from uefl.models.weights import load_weights
+from uefl.models.build import build_encoder
+from uefl.models.pretrained_weights import load_weights
 
-TRAIN, TEST = 30, 20  # photographs of a class
+NUM_TRAIN, NUM_TEST = 30, 20  # photographs per class
 FILES = {
     "vgg16": "vgg16_features_imagenet_fp16.safetensors",
     "resnet18": "resnet18_backbone_imagenet_fp16.safetensors",
 }
 
 
-def data() -> Path:
+def get_data_folder() -> Path:
     if not os.environ.get("UEFL_DATA"):
-        pytest.skip("UEFL_DATA names no folder with real data")
+        pytest.skip("UEFL_DATA is not set to a folder with real data")
     return Path(os.environ["UEFL_DATA"])
 
 
-def existing(path: Path) -> Path:
+def require_file(path: Path) -> Path:
     if not path.exists():
         pytest.skip(f"no {path.name} in UEFL_DATA")
     return path
@@ -36,41 +36,41 @@ def existing(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def photographs() -> tuple[Tensor, Tensor]:
-    """PACS photographs as ImageNet's networks want them, [class, i, 3, 96, 96], cut into train and test parts."""
-    classes = defaultdict(list)
-    with zipfile.ZipFile(existing(data() / "pacs.zip")) as archive:
+    """Return PACS photographs standardized as for ImageNet, [class, i, 3, 96, 96], split into train and test."""
+    names_by_class = defaultdict(list)
+    with zipfile.ZipFile(require_file(get_data_folder() / "pacs.zip")) as archive:
         for name in sorted(archive.namelist()):
             if name.startswith("photo/") and name.endswith(".jpg"):
-                classes[name.split("/")[1]].append(name)
-        chosen = [random.Random(0).sample(names, TRAIN + TEST) for names in classes.values()]
-        pixels = [[np.asarray(Image.open(archive.open(n)).convert("RGB")) for n in names] for names in chosen]
+                names_by_class[name.split("/")[1]].append(name)
+        samples = [random.Random(0).sample(names, NUM_TRAIN + NUM_TEST) for names in names_by_class.values()]
+        pixels = [[np.asarray(Image.open(archive.open(n)).convert("RGB")) for n in names] for names in samples]
     x = torch.from_numpy(np.array(pixels)).movedim(-1, 2).float() / 255
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     x = (x - mean.view(3, 1, 1)) / std.view(3, 1, 1)
-    return x[:, :TRAIN], x[:, TRAIN:]
+    return x[:, :NUM_TRAIN], x[:, NUM_TRAIN:]
 
 
-def probed(net: nn.Module, photographs: tuple[Tensor, Tensor]) -> float:
-    """Test accuracy of a ridge regression on the features."""
+def probe_features(net: nn.Module, photographs: tuple[Tensor, Tensor]) -> float:
+    """Return the test accuracy of a ridge regression on the features."""
     with torch.no_grad():
-        train, test = (torch.stack([net(x) for x in part]) for part in photographs)  # [class, i, d]
+        train, test = (torch.stack([net(x) for x in split]) for split in photographs)  # [class, i, d]
     mean, std = train.mean((0, 1)), train.std((0, 1)) + 1e-6
-    z, u = ((part.flatten(0, 1) - mean) / std for part in (train, test))
-    classes = len(train)
-    y = torch.eye(classes).repeat_interleave(TRAIN, 0) - 1 / classes
+    z, u = ((features.flatten(0, 1) - mean) / std for features in (train, test))
+    num_classes = len(train)
+    y = torch.eye(num_classes).repeat_interleave(NUM_TRAIN, 0) - 1 / num_classes
     ridge = torch.linalg.solve(z @ z.T + z.shape[1] * torch.eye(len(z)), y)  # dual: fewer images than features
-    return ((u @ z.T @ ridge).argmax(1) == torch.arange(classes).repeat_interleave(TEST)).float().mean().item()
+    return ((u @ z.T @ ridge).argmax(1) == torch.arange(num_classes).repeat_interleave(NUM_TEST)).float().mean().item()
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", FILES)
-def test_trained_features_tell_photographs_apart(name: str, photographs: tuple[Tensor, Tensor]) -> None:
+def test_trained_features_separate_photographs(name: str, photographs: tuple[Tensor, Tensor]) -> None:
     torch.manual_seed(0)
-    net = encoder(name, 3, size=96, pool=True).eval()
-    by_chance = probed(net, photographs)
-    report = load_weights(net, str(existing(data() / "weights" / FILES[name])))
-    trained = probed(net, photographs)
-    assert report.precision == "float16"
-    assert report.ignored == 0
-    assert report.loaded == len(net.state_dict())
-    assert trained > max(0.85, by_chance + 0.2)
+    net = build_encoder(name, 3, image_size=96, average_pool=True).eval()
+    random_accuracy = probe_features(net, photographs)
+    report = load_weights(net, str(require_file(get_data_folder() / "weights" / FILES[name])))
+    accuracy = probe_features(net, photographs)
+    assert report.file_dtype == "float16"
+    assert report.num_ignored == 0
+    assert report.num_loaded == len(net.state_dict())
+    assert accuracy > max(0.85, random_accuracy + 0.2)

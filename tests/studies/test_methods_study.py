@@ -1,4 +1,4 @@
-"""The study of all methods: its set-ups, its records and the page made from them."""
+"""The study of all methods: its setups, its records and the page made from them."""
 
 from __future__ import annotations
 
@@ -10,149 +10,182 @@ from statistics import mean
 import pytest
 
 from studies.methods.__main__ import PAGE, RECORDS, TIMES
-from studies.methods.page import found, page, table
-from studies.methods.running import Job, Where, chosen_rate, jobs, search, settled, together
-from studies.methods.set_ups import FEDAVG, SEEDS, SET_UPS
-from uefl.algorithms import ALGORITHMS
-from uefl.experiment import RESULTS, Architecture, Experiment
-from uefl.recipes import recipe
-from uefl.records import read
+from studies.methods.page import CODEBOOK_PAIRS, EXCHANGES, find_runs, render_page, render_table
+from studies.methods.runner import (
+    StudyResources,
+    StudyRun,
+    identify_run,
+    list_lr_search,
+    list_runs,
+    run_parallel,
+    select_lr,
+)
+from studies.methods.setups import FEDAVG, SEEDS, SETUPS
+from studies.methods.timing import TimedMethod, select_silos
+from uefl.algorithms import METHODS
+from uefl.experiment.experiment import RESULTS_VERSION, Experiment, ModelConfig
+from uefl.experiment.recipes import make_experiment
+from uefl.experiment.records import read_records
 
 ROOT = Path(__file__).parents[2]
 MADE_FOR = {
-    "heldout-0": ("FedSR", "FedIIR"),
-    "heldout-75": ("FedSR", "FedIIR"),
-    "many": ("FedCR",),
-    "skewed": ("VHL", "FedBR, means of images", "FedBR, mixture"),
+    "leave-out-0": ("FedSR", "FedIIR"),
+    "leave-out-75": ("FedSR", "FedIIR"),
+    "hundred-clients": ("FedCR",),
+    "label-skew": ("VHL", "FedBR, means of images", "FedBR, mixture"),
     "rotated": ("FedBN", "DisTrans", "DisTrans, mean offset", "UEFL", "Deep ensemble of 5", "Neural collapse"),
     "rotated-sgd": ("SCAFFOLD",),
 }
 
 
-def line(job: Job, accuracy: float, validation: float = 0.5) -> dict:
-    """What a run would leave."""
+def make_record(run: StudyRun, accuracy: float, validation: float = 0.5) -> dict:
+    """Make the record that a run would leave."""
     level = {"mA": accuracy, "mE": 0.1, "mP": 0.0}
     return {
-        "set-up": job.set_up,
-        "method": job.method,
-        **settled(job.experiment),
+        "setup": run.setup,
+        "method": run.method,
+        **identify_run(run.experiment),
         **dict.fromkeys(("last", "mean of last 5", "best by validation"), level),
         "validation_accuracy": validation,
-        "up": 2e6,
-        "down": 3e6,
-        "results": RESULTS,
+        "bytes_up": 2e6,
+        "bytes_down": 3e6,
+        "results_version": RESULTS_VERSION,
     }
 
 
-def searched(name: str, best: int) -> list[dict]:
-    return [line(job, 0.8, 0.9 if i == best else 0.6) for i, job in enumerate(search([name]))]
+def make_lr_search_records(name: str, best: int) -> list[dict]:
+    return [make_record(run, 0.8, 0.9 if i == best else 0.6) for i, run in enumerate(list_lr_search([name]))]
 
 
 def test_the_committed_page_is_what_the_committed_records_make():
-    assert (ROOT / PAGE).read_text() == page(read(ROOT / RECORDS), read(ROOT / TIMES))
+    assert (ROOT / PAGE).read_text() == render_page(read_records(ROOT / RECORDS), read_records(ROOT / TIMES))
 
 
-def test_every_method_is_in_the_study():
-    kinds = {row.kind for set_up in SET_UPS.values() for row in set_up.methods.values()}
-    assert kinds == set(ALGORITHMS.values())
+def test_every_method_of_the_registry_is_in_the_study():
+    assert {row.method for setup in SETUPS.values() for row in setup.methods.values()} == set(METHODS)
+
+
+def test_the_page_describes_the_exchange_of_every_method_of_the_registry():
+    assert set(EXCHANGES) == set(METHODS)
+
+
+def test_every_method_that_supports_a_codebook_is_compared_with_and_without_it():
+    supporting = {name for name in METHODS if not METHODS[name].codebook_unsupported_reason}
+    references = {"uefl", "vq-fedavg", "centralized"}  # two have one by definition, one has no silos
+    rows = [SETUPS[name].methods[row] for name, pairs in CODEBOOK_PAIRS.items() for row in pairs]
+    assert {row.method for row in rows} == supporting - references
 
 
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name, made in MADE_FOR.items() for method in made])
 def test_no_method_is_two_points_below_fedavg_where_it_was_made_for(name, method):
-    lines, level = read(ROOT / RECORDS), SET_UPS[name].level
-    mine, base = found(name, method, lines), found(name, FEDAVG, lines)
-    assert set(mine) == set(base) == set(SEEDS)
-    assert mean(mine[seed][level]["mA"] - base[seed][level]["mA"] for seed in SEEDS) > -0.02
+    run_records, level = read_records(ROOT / RECORDS), SETUPS[name].summary_level
+    runs, fedavg = find_runs(name, method, run_records), find_runs(name, FEDAVG, run_records)
+    assert set(runs) == set(fedavg) == set(SEEDS)
+    assert mean(runs[seed][level]["mA"] - fedavg[seed][level]["mA"] for seed in SEEDS) > -0.02
 
 
-@pytest.mark.parametrize("name", SET_UPS)
-def test_within_a_set_up_only_the_method_differs(name):
-    rows = [row for row, variant in SET_UPS[name].methods.items() if not variant.local]
-    made = [job.experiment for job in jobs(name, SET_UPS[name].rates[0], rows, [0])]
-    assert len({e.data for e in made}) == 1
-    assert len({e.method.local for e in made}) == 1
-    assert len({(e.method.budget, e.method.participation, e.method.weights) for e in made}) == 1
-    assert made[0].method.budget <= 150
-    assert next(iter(SET_UPS[name].methods)) == FEDAVG
+@pytest.mark.parametrize("name", SETUPS)
+def test_within_a_setup_only_the_method_differs(name):
+    rows = [row for row, variant in SETUPS[name].methods.items() if not variant.local]
+    experiments = [run.experiment for run in list_runs(name, SETUPS[name].learning_rates[0], rows, [0])]
+    methods = [experiment.method for experiment in experiments]
+    assert len({experiment.data for experiment in experiments}) == 1
+    assert len({method.local for method in methods}) == 1
+    assert len({(m.total_rounds, m.clients_per_round, m.aggregation_weights) for m in methods}) == 1
+    assert methods[0].total_rounds <= 150
+    assert next(iter(SETUPS[name].methods)) == FEDAVG
 
 
-def test_the_rate_is_the_best_by_validation_and_none_before_all_have_run():
-    lines = searched("many", best=2)
-    assert chosen_rate("many", lines) == SET_UPS["many"].rates[2]
-    assert chosen_rate("many", lines[1:]) is None
-    assert chosen_rate("skewed", lines) is None
+def test_the_learning_rate_is_the_best_by_validation_and_none_before_all_have_run():
+    run_records = make_lr_search_records("hundred-clients", best=2)
+    assert select_lr("hundred-clients", run_records) == SETUPS["hundred-clients"].learning_rates[2]
+    assert select_lr("hundred-clients", run_records[1:]) is None
+    assert select_lr("label-skew", run_records) is None
 
 
-def test_a_run_is_known_by_its_settings_seed_and_results_version():
-    one, other = jobs("many", 0.05, ["FedCR"], [0, 1])
-    assert one.is_in([line(one, 0.5)])
-    assert not other.is_in([line(one, 0.5)])
-    assert not one.is_in([{**line(one, 0.5), "results": RESULTS - 1}])
-    changed = replace(one.experiment.method, beta=0.5)
-    assert not one._replace(experiment=replace(one.experiment, method=changed)).is_in([line(one, 0.5)])
+def test_a_run_is_identified_by_its_settings_seed_and_results_version():
+    run, other = list_runs("hundred-clients", 0.05, ["FedCR"], [0, 1])
+    record = make_record(run, 0.5)
+    assert run.is_recorded([record])
+    assert not other.is_recorded([record])
+    assert not run.is_recorded([{**record, "results_version": RESULTS_VERSION - 1}])
+    changed = replace(run.experiment.method, beta=0.5)
+    assert not run._replace(experiment=replace(run.experiment, method=changed)).is_recorded([record])
 
 
 def test_a_row_with_fewer_than_three_seeds_is_marked_incomplete():
-    lines = searched("many", best=0)
-    rate = SET_UPS["many"].rates[0]
-    runs = jobs("many", rate, [], SEEDS)
-    lines += [line(job, 0.8 + 0.01 * job.seed + (0.1 if job.method == "FedCR" else 0)) for job in runs if job.seed]
-    fedavg, fedcr = table("many", lines, []).splitlines()[2:]
+    run_records = make_lr_search_records("hundred-clients", best=0)
+    runs = list_runs("hundred-clients", SETUPS["hundred-clients"].learning_rates[0], [], SEEDS)
+    run_records += [
+        make_record(run, 0.8 + 0.01 * run.seed + (0.1 if run.method == "FedCR" else 0)) for run in runs if run.seed
+    ]
+    fedavg, fedcr = render_table("hundred-clients", run_records, []).splitlines()[2:]
     assert "81.00 ± 1.00" in fedavg
     assert "incomplete: 2 of 3 seeds" in fedcr
-    lines.append(line(next(job for job in runs if job.method == "FedCR" and job.seed == 0), 0.9))
-    assert "| 91.00 ± 1.00 | +10.00 ± 0.00 |" in table("many", lines, []).splitlines()[3]
+    run_records.append(make_record(next(run for run in runs if run.method == "FedCR" and run.seed == 0), 0.9))
+    assert "| 91.00 ± 1.00 | +10.00 ± 0.00 |" in render_table("hundred-clients", run_records, []).splitlines()[3]
 
 
 def test_a_page_of_complete_records_has_every_row_and_says_when_training_error_was_zero():
-    lines = [one for name in SET_UPS for one in searched(name, best=1)]
-    for name, set_up in SET_UPS.items():
-        lines += [line(job, 0.9, 0.9) for job in jobs(name, set_up.rates[1], [], SEEDS)]
+    run_records = [record for name in SETUPS for record in make_lr_search_records(name, best=1)]
+    for name, setup in SETUPS.items():
+        run_records += [make_record(run, 0.9, 0.9) for run in list_runs(name, setup.learning_rates[1], [], SEEDS)]
     zero = {"train_accuracy": 1.0, "zero_error": {"round": 7, "mA": 0.85}}
-    lines = [{**one, **zero} if one["method"].startswith("Neural collapse") else one for one in lines]
-    times = [
-        {"set-up": "many", "method": row, "device": "cpu", "round": {"seconds": s, **asked}}
-        for row, s, asked in (
-            (FEDAVG, 2.0, {"up": 1, "up with questions": 1, "down": 1, "down with questions": 1}),
-            ("FedCR", 3.0, {"up": 1, "up with questions": 500001, "down": 1, "down with questions": 1}),
-        )
+    run_records = [{**r, **zero} if r["method"].startswith("Neural collapse") else r for r in run_records]
+    num_bytes = {"bytes_up": 1, "bytes_up_with_queries": 1, "bytes_down": 1, "bytes_down_with_queries": 1}
+    timings = [
+        {"setup": "hundred-clients", "method": row, "device": "cpu", "round": {"seconds": seconds, **num_bytes, **more}}
+        for row, seconds, more in ((FEDAVG, 2.0, {}), ("FedCR", 3.0, {"bytes_up_with_queries": 500001}))
     ]
-    made = page(lines, times)
-    assert "incomplete" not in made
-    assert "not chosen" not in made
-    assert "zero error in round 7, mA then 85.00 %" in made
-    fedcr = next(row for row in made.splitlines() if row.startswith("| FedCR"))
+    page = render_page(run_records, timings)
+    assert "incomplete" not in page
+    assert "not selected yet" not in page
+    assert "zero error in round 7, mA then 85.00 %" in page
+    fedcr = next(row for row in page.splitlines() if row.startswith("| FedCR"))
     assert "body, class statistics (2.50 MB)" in fedcr
     assert "× 1.50 | 93.78 (T4) |" in fedcr
-    assert sum(row.startswith("| ") for row in made.splitlines()) > 40
+    assert sum(row.startswith("| ") for row in page.splitlines()) > 40
 
 
-def small() -> Experiment:
-    experiment = recipe("fedavg", "mnist5k")
-    method = replace(experiment.method, rounds=1, iterations=1, passes=2)
-    data = replace(experiment.data, train=20, test=10, silos=(1, 1, 1))
-    return replace(experiment, method=method, data=data, model=Architecture(width=4, depth=1, hidden=8))
+def make_small_experiment() -> Experiment:
+    experiment = make_experiment("fedavg", "mnist5k")
+    method = replace(experiment.method, rounds=1, iterations=1, mc_samples=2)
+    data = replace(experiment.data, train_per_silo=20, test_per_silo=10, num_silos=(1, 1, 1))
+    return replace(experiment, method=method, data=data, model=ModelConfig(width=4, depth=1, hidden_size=8))
 
 
-def test_runs_leave_a_line_each_are_not_run_twice_and_stop_at_the_time_limit(tmp_path):
-    heard: list[str] = []
-    every = [Job("many", FEDAVG, seed, replace(small(), seed=seed)) for seed in (0, 1)]
-    where = Where("cpu", "serial", tmp_path / "runs", time.time() + 600, 2)
+def test_runs_leave_one_record_each_are_not_run_twice_and_stop_at_the_time_limit(tmp_path):
+    messages: list[str] = []
+    runs = [StudyRun("rotated", FEDAVG, seed, replace(make_small_experiment(), seed=seed)) for seed in (0, 1)]
+    resources = StudyResources("cpu", "serial", tmp_path / "runs", time.time() + 600, 2)
     path = tmp_path / "records.jsonl"
-    assert together(every, where._replace(until=0.0), path, heard.append) == 2
-    assert read(path) == []
-    assert together(every, where, path, heard.append) == 0
-    assert sorted(one["seed"] for one in read(path)) == [0, 1]
-    assert all(one["up"] > 0 and one["budget"] == 1 for one in read(path))
-    assert together(every, where, path, heard.append) == 0
-    assert len(read(path)) == 2
+    assert run_parallel(runs, resources._replace(stop_time=0.0), path, messages.append) == 2
+    assert read_records(path) == []
+    assert run_parallel(runs, resources, path, messages.append) == 0
+    assert sorted(record["seed"] for record in read_records(path)) == [0, 1]
+    assert all(record["bytes_up"] > 0 and record["total_rounds"] == 1 for record in read_records(path))
+    assert run_parallel(runs, resources, path, messages.append) == 0
+    assert len(read_records(path)) == 2
 
 
-def test_a_run_that_fails_costs_only_itself(tmp_path):
-    good = Job("many", FEDAVG, 0, small())
-    bad = Job("many", FEDAVG, 1, replace(small(), model=Architecture(encoder="dirt", width=-1)))
-    heard: list[str] = []
-    where = Where("cpu", "serial", tmp_path / "runs", time.time() + 600, 1)
-    assert together([bad, good], where, tmp_path / "records.jsonl", heard.append) == 1
-    assert len(read(tmp_path / "records.jsonl")) == 1
-    assert any("seed 1" in text and "Error" in text for text in heard)
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
+    good = StudyRun("rotated", FEDAVG, 0, make_small_experiment())
+    bad = good._replace(
+        seed=1, experiment=replace(make_small_experiment(), model=ModelConfig(encoder="dirt", pretrained_weights="no"))
+    )
+    messages: list[str] = []
+    resources = StudyResources("cpu", "serial", tmp_path / "runs", time.time() + 600, 1)
+    assert run_parallel([bad, good], resources, tmp_path / "records.jsonl", messages.append) == 1
+    assert len(read_records(tmp_path / "records.jsonl")) == 1
+    assert any("seed 1" in text and "Error" in text for text in messages)
+
+
+def test_a_timed_round_has_seconds_and_bytes():
+    experiment = make_small_experiment()
+    silos, images = experiment.data.load(0)
+    timed = TimedMethod(experiment, select_silos(silos, train_per_silo=30), len(images.classes), "cpu")
+    timed()
+    costs = timed.summarize_costs()
+    assert costs["seconds"] > 0
+    assert costs["bytes_up"] == costs["bytes_up_with_queries"] > 0
+    assert costs["bytes_down"] == costs["bytes_down_with_queries"] > 0

@@ -1,62 +1,33 @@
-"""What is learned. Algorithms never import engines."""
+"""Methods: what is learned. Algorithms never import engines."""
 
-from uefl.algorithms.book import Book
-from uefl.algorithms.bounds import Alone, Pooled
-from uefl.algorithms.distrans import DisTrans
-from uefl.algorithms.fedavg import FedAvg
-from uefl.algorithms.fedbn import FedBN
-from uefl.algorithms.fedbr import FedBR
-from uefl.algorithms.fedcr import FedCR
-from uefl.algorithms.fediir import FedIIR
-from uefl.algorithms.fedprox import FedProx
-from uefl.algorithms.fedsr import FedSR
-from uefl.algorithms.scaffold import Scaffold
-from uefl.algorithms.uefl import UEFL, VQFedAvg
-from uefl.algorithms.vhl import VHL
-from uefl.errors import unknown
-from uefl.plugins import has
+from __future__ import annotations
 
-ALGORITHMS: dict[str, type[FedAvg]] = {
-    "uefl": UEFL,
-    "fedavg": FedAvg,
-    "vq-fedavg": VQFedAvg,
-    "fedprox": FedProx,
-    "scaffold": Scaffold,
-    "fedbn": FedBN,
-    "fedsr": FedSR,
-    "fediir": FedIIR,
-    "fedcr": FedCR,
-    "vhl": VHL,
-    "fedbr": FedBR,
-    "distrans": DisTrans,
-    "alone": Alone,
-    "pooled": Pooled,
-}
+from typing import TYPE_CHECKING
 
+from uefl.core.registry import Entry, Registry
 
-def algorithm(name: str) -> type[FedAvg]:
-    """The method of this name."""
-    if not has(ALGORITHMS, "uefl.methods", name):
-        raise unknown("method", name, ALGORITHMS)
-    return ALGORITHMS[name]
+if TYPE_CHECKING:
+    from uefl.algorithms.fedavg import FedAvg
 
-
-__all__ = [
-    "ALGORITHMS",
-    "UEFL",
-    "VHL",
-    "Alone",
-    "Book",
-    "DisTrans",
-    "FedAvg",
-    "FedBN",
-    "FedBR",
-    "FedCR",
-    "FedIIR",
-    "FedProx",
-    "FedSR",
-    "Pooled",
-    "Scaffold",
-    "VQFedAvg",
-    "algorithm",
-]
+METHODS: Registry[type[FedAvg]] = Registry(
+    "method",
+    {
+        "uefl": Entry("uefl.algorithms.uefl:UEFL", "FedAvg with a codebook that grows: uncertain silos get codewords"),
+        "fedavg": Entry("uefl.algorithms.fedavg:FedAvg", "Local training, then the average θ ← Σ n_k/n θ_k"),
+        "vq-fedavg": Entry("uefl.algorithms.uefl:VQFedAvg", "FedAvg with a codebook of fixed size"),
+        "fedprox": Entry("uefl.algorithms.fedprox:FedProx", "FedAvg with a proximal term μ/2 ‖θ − θ_global‖²"),
+        "scaffold": Entry("uefl.algorithms.scaffold:Scaffold", "FedAvg with control variates against client drift"),
+        "fedbn": Entry("uefl.algorithms.fedbn:FedBN", "FedAvg with batch norm that stays at the silo"),
+        "fedsr": Entry("uefl.algorithms.fedsr:FedSR", "FedAvg on a Gaussian code of bounded norm and a class prior"),
+        "fediir": Entry("uefl.algorithms.fediir:FedIIR", "FedAvg with classifier gradients that agree across silos"),
+        "fedcr": Entry(
+            "uefl.algorithms.fedcr:FedCR", "FedAvg on a Gaussian code with personal heads and a joint prior"
+        ),
+        "vhl": Entry("uefl.algorithms.vhl:VHL", "FedAvg with virtual classes of noise images"),
+        "fedbr": Entry("uefl.algorithms.fedbr:FedBR", "FedAvg with pseudo-images against local bias"),
+        "distrans": Entry("uefl.algorithms.distrans:DisTrans", "FedAvg with an input offset per silo, double view"),
+        "local-only": Entry("uefl.algorithms.references:LocalOnly", "Each silo trains alone; the lower reference"),
+        "centralized": Entry("uefl.algorithms.references:Centralized", "All data in one place; the upper reference"),
+    },
+    group="uefl.methods",
+)

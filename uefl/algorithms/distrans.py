@@ -1,4 +1,4 @@
-"""DisTrans: every silo shifts its images by an offset of its own, and the model sees them from both sides.
+"""DisTrans: every silo learns an offset for its images, and the model receives two views of each image.
 
 Yuan et al., Addressing heterogeneity in federated learning via distributional transformation (ECCV 2022).
 """
@@ -12,69 +12,73 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from uefl.algorithms.checks import not_negative, one_network
 from uefl.algorithms.fedavg import FedAvg
-from uefl.codebook import tokens
-from uefl.federation import Broadcast, State, Update
-from uefl.noise import uniform
+from uefl.algorithms.requirements import require_single_network
+from uefl.core.codebook import to_tokens
+from uefl.core.federation import Broadcast, Tensors, Update
+from uefl.core.field_rules import setting
+from uefl.core.noise import uniform
 
-OFFSET = "encoder.offset"
+OFFSET_NAME = "encoder.offset"
 
 
 class TwoViews(nn.Module):
-    """An encoder that looks at an image twice: blended with the offset, and away from it.
+    """An encoder with two views of an image: blended with the offset, and away from it.
 
-    The offset has the shape of the silo's images, so grey and colour images need nothing else.
+    The offset has the shape of the silo's images, gray or color.
     """
 
-    def __init__(self, encoder: nn.Module, shape: Sequence[int], blend: float) -> None:
+    def __init__(self, encoder: nn.Module, input_shape: Sequence[int], blend: float) -> None:
         super().__init__()
         self.encoder, self.blend = encoder, blend
-        self.offset = nn.Parameter(beginning(torch.rand(tuple(shape))))
+        self.offset = nn.Parameter(standardize_uniform(torch.rand(tuple(input_shape))))
 
-    def views(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(1 − a) x + a δ and (1 + a) x − a δ: their mean is x, so nothing is lost."""
+    def make_views(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (1 − a) x + a δ and (1 + a) x − a δ, whose mean is x."""
         return (1 - self.blend) * x + self.blend * self.offset, (1 + self.blend) * x - self.blend * self.offset
 
     def forward(self, x: Tensor) -> Tensor:
-        both = tokens(self.encoder(torch.cat(self.views(x))))  # one pass: [2B, l, d]
-        return torch.cat(both.chunk(2), -1)  # [B, l, 2d]
+        tokens = to_tokens(self.encoder(torch.cat(self.make_views(x))))  # one pass: [2B, l, d]
+        return torch.cat(tokens.chunk(2), -1)  # [B, l, 2d]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DisTrans(FedAvg):
-    """FedAvg on two views of every image, made with an offset that a silo learns and keeps.
+    """FedAvg on two views of every image, made with an offset that each silo learns.
 
-    A silo that never trained has the offset it would begin with; with `offsets=mean` it has everybody's.
+    A silo that has not trained uses its initial offset; with `offsets=average` all silos use the average offset.
     """
 
-    blend: float = 0.2  # a
-    offsets: Literal["own", "mean"] = "own"  # each silo's stays with it, or one is averaged like any weight
-    offset_rate: float = 0.2  # of the offset, times the model's learning rate (the release: 0.001 and 0.005)
+    blend: float = setting(0.2, "Blend a of the offset in an image.", at_least=0)
+    offsets: Literal["local", "average"] = setting(
+        "local", "Offsets: stored at each silo, or averaged like any other weight."
+    )
+    offset_lr_multiplier: float = setting(
+        0.2, "Learning rate of the offset as a multiple of the model's (authors' code: 0.001 and 0.005).", at_least=0
+    )
 
-    no_codebook: ClassVar[str] = "its offsets already give every silo features of its own, words would do so twice"
+    codebook_unsupported_reason: ClassVar[str] = (
+        "its offsets already give every silo its own features, codewords would do so twice"
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_negative(self, "blend", "offset_rate")
+    def adapt_network(self, net: nn.Module) -> nn.Module:
+        single = require_single_network(net, "DisTrans")
+        encoder = TwoViews(single.encoder, single.input_shape, self.blend)
+        return super().adapt_network(single.rebuild(encoder=encoder))
 
-    def build(self, net: nn.Module) -> nn.Module:
-        one = one_network(net, "DisTrans")
-        return super().build(one.but(encoder=TwoViews(one.encoder, one.shape, self.blend)))
+    def client_state_names(self, net: nn.Module) -> Collection[str]:
+        return [*super().client_state_names(net), *([OFFSET_NAME] if self.offsets == "local" else [])]
 
-    def keeps(self, net: nn.Module) -> Collection[str]:
-        return [*super().keeps(net), *([OFFSET] if self.offsets == "own" else [])]
-
-    def first(self, net: nn.Module, address: int) -> State:
-        if self.offsets == "mean":
+    def initial_client_state(self, net: nn.Module, noise_key: int) -> Tensors:
+        if self.offsets == "average":
             return {}
-        return {OFFSET: beginning(uniform(address, net.get_parameter(OFFSET).shape))}
+        return {OFFSET_NAME: standardize_uniform(uniform(noise_key, net.get_parameter(OFFSET_NAME).shape))}
 
-    def updates(self, say: Broadcast) -> Sequence[Update]:
-        del say
-        return [Update(self.loss, rate=lambda n: self.offset_rate if n == OFFSET else 1.0)]
+    def make_updates(self, broadcast: Broadcast) -> Sequence[Update]:
+        del broadcast
+        return [Update(self.loss, lr_multiplier=lambda n: self.offset_lr_multiplier if n == OFFSET_NAME else 1.0)]
 
 
-def beginning(u: Tensor) -> Tensor:
-    """From uniform pixels in [0, 1] to standardised ones, as images are: mean 0, deviation 1."""
+def standardize_uniform(u: Tensor) -> Tensor:
+    """Standardize uniform pixels in [0, 1] to mean 0 and deviation 1, as images are."""
     return (u - 0.5) * 12**0.5

@@ -1,227 +1,262 @@
-"""The federated round that every method shares.
+"""FedAvg: the federated round that every method shares.
 
 McMahan et al., Communication-efficient learning of deep networks from decentralized data (AISTATS 2017).
-A method is its difference from this file; with a `codebook` the same round learns a vocabulary too.
+A method is its difference from this file. A codebook is a part that any of them may carry (`codebook_hooks.py`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uefl.aggregate import Mean, flaw
-from uefl.algorithms.book import Book
-from uefl.algorithms.checks import all_train
-from uefl.algorithms.record import closed, counted, opened
-from uefl.algorithms.targets import read_targets
-from uefl.errors import InputError
-from uefl.federation import Batch, Broadcast, Clients, Model, Part, Reply, Server, Silo, Split, State, Update, whole
-from uefl.kmeans import kmeans
-from uefl.local import Local
-from uefl.metrics import measure
-from uefl.noise import key, permutation
+from uefl.algorithms.codebook_hooks import NO_CODEBOOK, CodebookHooks
+from uefl.algorithms.extensible_codebook import ExtensibleCodebook
+from uefl.algorithms.requirements import require_training_data
+from uefl.algorithms.round_record import complete_record, record_query_cost, start_record
+from uefl.core import noise_addresses as addresses
+from uefl.core.aggregate import WeightedMean, find_reply_error
+from uefl.core.errors import InputError
+from uefl.core.federation import (
+    Batch,
+    Broadcast,
+    ClientModel,
+    Clients,
+    ClientTask,
+    Evaluations,
+    Examples,
+    Reply,
+    ServerState,
+    Silo,
+    Split,
+    Tensors,
+    Update,
+)
+from uefl.core.field_rules import check_ranges, setting
+from uefl.core.local import LocalTraining
+from uefl.core.metrics import compute_metric_sums
+from uefl.core.noise import derive_key, permutation
 
 if TYPE_CHECKING:
-    from uefl.codebook import Coded
-    from uefl.models.net import Prediction
+    from uefl.core.codebook import QuantizedFeatures
+    from uefl.models.network import Prediction
+
+BATCH_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedAvg:
-    """Train everywhere, average: θ ← Σ n_k/n θ_k."""
+    """Train at every silo, then average: θ ← Σ n_k/n θ_k (Eq. 3)."""
 
-    rounds: int = 14  # of the first iteration
-    extra_rounds: int = 8  # of every further iteration
-    iterations: int = 3  # the budget is rounds + (iterations − 1) · extra_rounds for every method
-    participation: int = 0  # silos a round, drawn anew each round; 0: all
-    weights: Literal["size", "equal"] = "size"  # n_k/n (D11) or 1/K
-    norms: Literal["average", "local", "skip"] = "average"  # batch-norm statistics: averaged, kept, or never moved
-    passes: int = 20  # Monte Carlo dropout passes T
-    watch_train: bool = False  # measure the training data too, as neural collapse needs; costs time
-    watch_local: bool = True  # measure each silo's model before averaging too (Fig. 1); costs time
-    local: Local = field(default_factory=Local)
-    codebook: Book | None = None  # words around the method; `on`: as UEFL has them on these data
+    rounds: int = setting(14, "Communication rounds of the first iteration.", at_least=1)
+    extra_rounds: int = setting(8, "Communication rounds of every further iteration.", at_least=0)
+    iterations: int = setting(
+        3, "Iterations; every method trains rounds + (iterations − 1) · extra_rounds rounds.", at_least=1
+    )
+    clients_per_round: int = setting(0, "Silos per round, drawn anew each round; 0 takes all.", at_least=0)
+    aggregation_weights: Literal["num_examples", "uniform"] = setting(
+        "num_examples", "Weight of a silo in the average: n_k/n or 1/K (D11)."
+    )
+    batch_norm: Literal["average", "local", "not_averaged"] = setting(
+        "average", "Batch-norm statistics: averaged, stored at the silo, or left at their initial values."
+    )
+    mc_samples: int = setting(20, "Monte Carlo dropout samples T per prediction.", at_least=1)
+    evaluate_train: bool = setting(False, "Evaluate on training examples too, as neural collapse needs; costs time.")
+    evaluate_local: bool = setting(True, "Evaluate each silo's model before averaging too; costs time (Fig. 1).")
+    local: LocalTraining = setting(default_factory=LocalTraining, help_text="Local training of a client.")
+    codebook: ExtensibleCodebook | None = setting(
+        None, "Codebook between encoder and classifier; `on` adds one with UEFL's settings."
+    )
 
-    no_codebook: ClassVar[str] = ""  # why a method takes none
-    no_network: ClassVar[str] = ""  # why a method cannot run where data stay with their silos
+    codebook_unsupported_reason: ClassVar[str] = ""  # why a method cannot have a codebook
+    network_unsupported_reason: ClassVar[str] = ""  # why a method cannot run where data stay at their silos
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "iterations", "passes"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("extra_rounds", "participation"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name}={getattr(self, name)} must not be negative")
-        if self.codebook and self.no_codebook:
-            raise InputError(f"{type(self).__name__} takes no codebook: {self.no_codebook}")
-        if self.codebook and self.codebook.first == "kmeans" and self.codebook.warm_up >= self.rounds:
-            raise InputError(f"warm_up={self.codebook.warm_up} must be less than rounds={self.rounds}")
+        check_ranges(self)
+        if self.codebook and self.codebook_unsupported_reason:
+            raise InputError(f"{type(self).__name__} takes no codebook: {self.codebook_unsupported_reason}")
+        self.codebook_hooks.check_rounds(self)
+
+    @property
+    def codebook_hooks(self) -> CodebookHooks:
+        """What the round asks of a codebook; without one, every hook does nothing."""
+        return self.codebook or NO_CODEBOOK
+
+    # --- before the first round ---------------------------------------------------------------------------------
+
+    @property
+    def total_rounds(self) -> int:
+        """All rounds of a run, equal for all methods in a comparison."""
+        return self.rounds + (self.iterations - 1) * self.extra_rounds
+
+    def adapt_local_training(self, local: LocalTraining) -> LocalTraining:
+        """Return a recipe's local training in the form that this method needs."""
+        return local
+
+    def prepare_silos(self, silos: Sequence[Silo]) -> Sequence[Silo]:
+        """Return the silos that take part."""
+        return require_training_data(silos, "batch_norm=local", "batch norm") if self.batch_norm == "local" else silos
+
+    def adapt_network(self, net: nn.Module) -> nn.Module:
+        """Add to the network what this method needs."""
+        return self.codebook_hooks.adapt_network(net)
+
+    def initialize_server(self, clients: Clients) -> ServerState:
+        """Return the server's state before the first round."""
+        silo_names, local_names = tuple(clients.num_examples), set(self.client_state_names(clients.net))
+        model_state = {n: t for n, t in clients.initial_model_state().items() if n not in local_names}
+        server = ServerState(silo_names, model_state, torch.ones(len(silo_names), 0, dtype=torch.bool))
+        return self.codebook_hooks.initialize_codebook(self, clients, server)
 
     # --- the server ---------------------------------------------------------------------------------------------
 
-    @property
-    def budget(self) -> int:
-        """All rounds, warm-up included; equal for all methods in a comparison."""
-        return self.rounds + (self.iterations - 1) * self.extra_rounds
-
-    @property
-    def splits(self) -> Sequence[Split]:
-        return ("train", "validation", "test") if self.watch_train else ("validation", "test")
-
-    @property
-    def local_splits(self) -> Sequence[Split]:
-        return ("test",) if self.watch_local else ()
-
-    def build(self, net: nn.Module) -> nn.Module:
-        """The model change this method asks for."""
-        return self.codebook.build(net) if self.codebook else net
-
-    def suited(self, local: Local) -> Local:
-        """This method's form of a recipe's local training."""
-        return local
-
-    def prepare(self, silos: Sequence[Silo]) -> Sequence[Silo]:
-        """The change of silos this method asks for: none, but for the bounds."""
-        return all_train(silos, "norms=local", "batch norm") if self.norms == "local" else silos
-
-    def start(self, clients: Clients) -> Server:
-        silos, kept = tuple(clients.sizes), set(self.keeps(clients.net))
-        state = {n: t for n, t in clients.begin().items() if n not in kept}
-        server = Server(silos, state, torch.ones(len(silos), 0, dtype=torch.bool))
-        return self.codebook.open(self, clients, server) if self.codebook else server
-
-    def step(self, clients: Clients, server: Server) -> Server:
-        """One round and what follows it."""
-        server = self.round(clients, server.but(records=()))
-        if self.codebook:
-            server = self.codebook.after_round(self, clients, server)
-        if server.pending and server.round == self.budget:  # nobody else would measure the last round's model
-            server = self.close(*self.measured(clients, server))
+    def step(self, clients: Clients, server: ServerState) -> ServerState:
+        """Run one round and what follows it."""
+        server = self.run_round(clients, server.replace(completed_records=()))
+        server = self.codebook_hooks.after_round(self, clients, server)
+        if server.open_record and server.round == self.total_rounds:  # no later round evaluates the last model
+            server = self.complete_open_record(*self.evaluate_clients(clients, server))
         return server
 
-    def round(self, clients: Clients, server: Server) -> Server:
-        """Broadcast θ, train at all silos in parallel, average what comes back."""
+    def run_round(self, clients: Clients, server: ServerState) -> ServerState:
+        """Broadcast θ, train at the participants, average their replies."""
         started = time.perf_counter()
-        who = self.takes_part(clients, server)
-        if server.pending and who != server.silos:  # who trains brings measurements along; here some would be missing
-            server = self.close(*self.measured(clients, server))
-        say = self.say(clients, server)._replace(round=server.round + 1, who=who)
-        mean, replies = Mean(server.state), []
-        for reply in clients.fit(self, say, measure=who == server.silos):
-            row = say.access[say.silos.index(reply.who)]
-            why = reply.refused or flaw(reply, say.state, row)
-            if not why:
-                weight = float(reply.size) if self.weights == "size" else 1.0
-                mean.add(self.averaged(reply.tensors), weight, row)
-            replies.append(reply._replace(tensors={}, refused=why))
-        server = self.close(server, {r.who: r.answers for r in replies}, "received ")
-        server = self.integrate(server.but(state=mean.result(), round=say.round), [r for r in replies if not r.refused])
-        return server.but(pending=opened(server, replies, time.perf_counter() - started))
+        participants = self.select_participants(clients, server)
+        all_participate = participants == server.silo_names
+        if server.open_record and not all_participate:  # else the participants' replies bring the evaluations
+            server = self.complete_open_record(*self.evaluate_clients(clients, server))
+        broadcast = self.make_broadcast(clients, server)._replace(round=server.round + 1, participants=participants)
+        mean, replies = WeightedMean(server.model_state), []
+        for reply in clients.fit(self, broadcast, evaluate=all_participate):
+            access_row = broadcast.access[broadcast.silo_names.index(reply.silo_name)]
+            error = reply.rejected or find_reply_error(reply, broadcast.model_state, access_row)
+            if not error:
+                mean.add(self.select_averaged_tensors(reply.tensors), self.aggregation_weight(reply), access_row)
+            replies.append(reply._replace(tensors={}, rejected=error))
+        server = self.complete_open_record(server, {r.silo_name: r.evaluations for r in replies})
+        server = server.replace(model_state=mean.result(), round=broadcast.round)
+        server = self.update_method_state(server, [r for r in replies if not r.rejected])
+        return server.replace(open_record=start_record(server, replies, time.perf_counter() - started))
 
-    def say(self, clients: Clients, server: Server) -> Broadcast:
-        """What every silo is told of the model as it stands."""
+    def select_participants(self, clients: Clients, server: ServerState) -> tuple[str, ...]:
+        """Return the silos of the next round: all that have training data, or as many as set, drawn by the seed."""
+        trainable = [name for name, n in clients.num_examples.items() if n]
+        if not 0 < self.clients_per_round < len(trainable):
+            return tuple(trainable)
+        noise_key = derive_key(clients.seed, server.round + 1, addresses.PARTICIPANTS)
+        order = permutation(noise_key, len(trainable)).tolist()
+        return tuple(sorted(trainable[i] for i in order[: self.clients_per_round]))
+
+    def make_broadcast(self, clients: Clients, server: ServerState) -> Broadcast:
+        """Return what every silo receives."""
         del clients
-        rate = self.local.rate_at(server.round + 1, self.budget)
-        return Broadcast(server.round, server.state, server.silos, server.access, self.sent(server), server.silos, rate)
+        return Broadcast(
+            server.round,
+            server.model_state,
+            server.silo_names,
+            server.access,
+            self.make_extras(server),
+            server.silo_names,
+            self.local.lr_at(server.round + 1, self.total_rounds),
+        )
 
-    def takes_part(self, clients: Clients, server: Server) -> tuple[str, ...]:
-        """The silos of the next round: all that have training data, or so many drawn by the seed."""
-        able = [name for name, n in clients.sizes.items() if n]
-        if not 0 < self.participation < len(able):
-            return tuple(able)
-        order = permutation(key(clients.seed, server.round + 1, "who"), len(able)).tolist()
-        return tuple(sorted(able[i] for i in order[: self.participation]))
-
-    def measured(self, clients: Clients, server: Server) -> tuple[Server, dict[str, Mapping[str, State]]]:
-        """Ask all silos to measure the model as it stands; the record counts what that costs."""
-        started, say = time.perf_counter(), self.say(clients, server)
-        replies = list(clients.ask(self, "measure", say, self.splits))
-        # Measurements ride along uncounted with every round's reply, so they are not counted here either.
-        server = counted(server, [r._replace(sent_bytes=0) for r in replies], time.perf_counter() - started)
-        found = {r.who: r.answers for r in replies if not r.refused}
-        if self.codebook:
-            found = read_targets(self, clients, server, found, self.codebook.target_access)
-        return server, found
-
-    def close(self, server: Server, answers: Mapping[str, Mapping[str, State]], prefix: str = "") -> Server:
-        """Complete the record of the last round with what silos measured of its model."""
-        return closed(server, answers, prefix, self.codebook.code_weight if self.codebook else 0.0)
-
-    def sent(self, server: Server) -> State:
-        """Extras beside the weights."""
+    def make_extras(self, server: ServerState) -> Tensors:
+        """Return the tensors to send beside the weights."""
         del server
         return {}
 
-    def averaged(self, tensors: State) -> State:
-        """Which of the tensors that come back are averaged."""
-        if self.norms == "average":
-            return tensors
-        return {n: t for n, t in tensors.items() if not n.endswith(NORM_STATISTICS)}
+    def aggregation_weight(self, reply: Reply) -> float:
+        """Return the weight of a reply in the average."""
+        return float(reply.num_examples) if self.aggregation_weights == "num_examples" else 1.0
 
-    def integrate(self, server: Server, replies: Sequence[Reply]) -> Server:
-        """What the server does with what came beside the weights."""
+    def select_averaged_tensors(self, tensors: Tensors) -> Tensors:
+        """Return those tensors of a reply that are averaged."""
+        if self.batch_norm == "average":
+            return tensors
+        return {n: t for n, t in tensors.items() if not n.endswith(BATCH_NORM_STATISTICS)}
+
+    def update_method_state(self, server: ServerState, replies: Sequence[Reply]) -> ServerState:
+        """Use the extras of valid replies."""
         del replies
         return server
 
+    def evaluate_clients(self, clients: Clients, server: ServerState) -> tuple[ServerState, dict[str, Evaluations]]:
+        """Evaluate the present model at all silos; the record counts the cost."""
+        started, broadcast = time.perf_counter(), self.make_broadcast(clients, server)
+        replies = list(clients.query(self, "evaluate", broadcast, self.eval_splits))
+        # In a round, evaluations travel with the reply and are not counted, so they are not counted here either.
+        server = record_query_cost(server, [r._replace(sent_bytes=0) for r in replies], time.perf_counter() - started)
+        evaluations = {r.silo_name: Evaluations(r.answers) for r in replies if not r.rejected}
+        return server, self.codebook_hooks.evaluate_targets(self, clients, server, evaluations)
+
+    def complete_open_record(self, server: ServerState, evaluations: Mapping[str, Evaluations]) -> ServerState:
+        """Complete the record of the last round with the evaluations of its model."""
+        return complete_record(server, evaluations, self.codebook_hooks.code_loss_weight)
+
     # --- the client ---------------------------------------------------------------------------------------------
 
-    def updates(self, say: Broadcast) -> Sequence[Update]:
-        del say
+    def make_updates(self, broadcast: Broadcast) -> Sequence[Update]:
+        """Return the updates of one training step."""
+        del broadcast
         return [Update(self.loss)]
 
-    def loss(self, model: Model, batch: Batch) -> Tensor:
-        seen = model(batch.x)
-        return self.task(seen.logits, seen, batch)
+    def loss(self, model: ClientModel, batch: Batch) -> Tensor:
+        """Return the loss of a batch."""
+        prediction = model(batch.x)
+        return self.task_and_code_loss(prediction.logits, prediction, batch)
 
-    def task(self, logits: Tensor, seen: Prediction | Coded, batch: Batch) -> Tensor:
-        """L_task + L_code (Eq. 7)."""
-        code = self.codebook.loss(seen) if self.codebook else 0.0
-        return cross_entropy(logits, batch.y) + code
+    def task_and_code_loss(self, logits: Tensor, prediction: Prediction | QuantizedFeatures, batch: Batch) -> Tensor:
+        """Return L_task + L_code; L_code is 0 without a codebook."""
+        return ensemble_cross_entropy(logits, batch.y) + self.codebook_hooks.loss(prediction)
 
-    def adjust(self, model: Model, gradients: State) -> State:
+    def adjust_gradients(self, model: ClientModel, gradients: Tensors) -> Tensors:
+        """Change gradients before the optimizer uses them."""
         del model
         return gradients
 
-    def finish(self, model: Model, part: Part, *, steps: int, rate: float) -> tuple[State, State]:
-        del model, part, steps, rate
+    def finish_training(
+        self, model: ClientModel, examples: Examples, *, num_steps: int, lr: float
+    ) -> tuple[Tensors, Tensors]:
+        """Return extras to send and client state to store."""
+        del model, examples, num_steps, lr
         return {}, {}
 
-    def keeps(self, net: nn.Module) -> Collection[str]:
-        """Names of tensors that stay with the silo."""
-        if self.norms != "local":
+    def client_state_names(self, net: nn.Module) -> Collection[str]:
+        """Return names of the network's tensors that stay at the silo."""
+        if self.batch_norm != "local":
             return ()
-        return [n for n in net.state_dict() if n.endswith(NORM_STATISTICS)]
+        return [n for n in net.state_dict() if n.endswith(BATCH_NORM_STATISTICS)]
 
-    def first(self, net: nn.Module, address: int) -> State:
-        del net, address
+    def initial_client_state(self, net: nn.Module, noise_key: int) -> Tensors:
+        """Return client state before the first training."""
+        del net, noise_key
         return {}
 
-    def measure(self, model: Model, batch: Batch) -> State:
-        return measure(model, batch, self.passes)
+    @property
+    def eval_splits(self) -> Sequence[Split]:
+        """Splits on which a silo evaluates the model it received."""
+        return ("train", "validation", "test") if self.evaluate_train else ("validation", "test")
 
-    @whole
-    def centroids(self, model: Model, batch: Batch) -> State:
-        """K-means on the silo's own features, by the broadcast model in evaluation mode (D20)."""
-        assert self.codebook is not None
-        size, spread = self.local.evaluation_batch, int(model.sent["words"])
-        x = torch.cat([model.call("segments", block) for block in torch.split(batch.x, size)], 1)  # [M, N, D]
-        found = [kmeans(points, spread, key=key("centroids", i)) for i, points in enumerate(x)]
-        v = min(len(c.centroids) for c in found)
-        return {
-            "centroids": torch.stack([c.centroids[:v] for c in found]),
-            "counts": torch.stack([c.counts[:v] for c in found]),
-        }
+    @property
+    def local_eval_splits(self) -> Sequence[Split]:
+        """Splits on which a silo evaluates its own model before averaging."""
+        return ("test",) if self.evaluate_local else ()
+
+    @property
+    def client_tasks(self) -> Mapping[str, ClientTask]:
+        """The tasks that a server may query, by name."""
+        return {"evaluate": ClientTask(self.evaluate), **self.codebook_hooks.client_tasks(self)}
+
+    def evaluate(self, model: ClientModel, batch: Batch) -> Tensors:
+        """Return sums from which all metrics follow."""
+        return compute_metric_sums(model, batch, self.mc_samples)
 
 
-NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Of [M, B, C] against [B], summed over the members M so that each one sees its own gradient."""
+def ensemble_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Return the cross-entropy of [M, B, C] against [B], summed over the members M: each has its own gradient."""
     return F.cross_entropy(logits.flatten(0, 1), y.expand(len(logits), -1).flatten()) * len(logits)

@@ -1,11 +1,11 @@
-"""FedBR: pseudo-data that belong to no class keep local features and classifiers from leaning to local classes.
+"""FedBR: pseudo-images of no class reduce the bias of local features and classifiers.
 
 Guo, Tang, Lin, FedBR: improving federated learning on heterogeneous data via local learning bias reduction (ICML 2023).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -13,132 +13,154 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uefl.algorithms.checks import above_zero, at_least_one, not_negative, one_network
-from uefl.algorithms.fedavg import FedAvg, cross_entropy
-from uefl.algorithms.patterns import enlarged, patterns
-from uefl.federation import Batch, Broadcast, Clients, Model, Server, State, Update, whole
-from uefl.noise import Choice, evaluating, key, permutation
+from uefl.algorithms.fedavg import FedAvg, ensemble_cross_entropy
+from uefl.algorithms.noise_images import make_noise_images, resize_like
+from uefl.algorithms.requirements import require_single_network
+from uefl.core import noise_addresses as addresses
+from uefl.core.federation import (
+    Batch,
+    Broadcast,
+    ClientModel,
+    Clients,
+    ClientTask,
+    ServerState,
+    Tensors,
+    Update,
+)
+from uefl.core.field_rules import setting
+from uefl.core.noise import RandomChoice, derive_key, evaluation_mode, permutation
 
-PSEUDO = "pseudo"
-PROJECTION = "projection."
+PSEUDO = addresses.PSEUDO_IMAGES  # also the name of the tensor in extras
+PROJECTION_PREFIX = "projection."
 
 
-class Seen(NamedTuple):
-    """What one step looks at."""
+class StepOutputs(NamedTuple):
+    """Outputs of one training step."""
 
     logits: Tensor  # [B, C] of real images
     pseudo_logits: Tensor  # [B, C]
-    real: Tensor  # [B, d] features, the mean over tokens
-    pseudo: Tensor  # [B, d]
-    received: Tensor  # [B, d] features that the received model gives the pseudo-images
-    target: Tensor  # [B, C] what pseudo-images should be taken for
+    real_features: Tensor  # [B, d] features, the mean over tokens
+    pseudo_features: Tensor  # [B, d]
+    received_features: Tensor  # [B, d] of the pseudo-images, by the received model
+    pseudo_targets: Tensor  # [B, C] target probabilities of the pseudo-images
+
+    @property
+    def contrasted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Features of pseudo-images, the same by the received model, and features of real images."""
+        return self.pseudo_features, self.received_features, self.real_features
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedBR(FedAvg):
-    """FedAvg with pseudo-images that are to look like no class, and as they did to the received model.
+    """FedAvg with pseudo-images: they belong to no class, and their features stay near those of the received model.
 
-    `mean`: means of 10 images of one silo, asked once at the start, every silo giving as many. Such means leave the
-    silos. `mixture`: means of 10 proxy images, mixed in every step with a local image. There is no public data set
-    here, so the proxy images are smooth noise and no image leaves a silo.
+    `mean`: means of 10 images of one silo, queried once at the start, equally many from every silo; these means leave
+    the silos. `mixture`: means of 10 proxy images, mixed in every step with a local image. The proxy images are smooth
+    noise, since there is no public data set here; no image leaves a silo.
     """
 
-    pseudo: Literal["mean", "mixture"] = "mean"  # the paper's RSM, or its Mixture
-    mu: float = 0.5  # μ, weight of the contrast in the minimum step
-    lam: float = 1.0  # λ, weight of the classifier's debiasing
-    gamma_max: float = 1.0  # γ, weight of the contrast in the maximum step
-    tau: float = 2.0  # τ, times the cosine
-    mixed: int = 10  # images in a mean
+    pseudo_data: Literal["mean", "mixture"] = setting("mean", "Pseudo-images: the paper's RSM or its Mixture.")
+    mu: float = setting(0.5, "Weight μ of the contrastive loss in the minimization step.", at_least=0)
+    lam: float = setting(1.0, "Weight λ of the cross-entropy of pseudo-images.", at_least=0)
+    gamma_max: float = setting(1.0, "Weight γ of the contrastive loss in the maximization step.", at_least=0)
+    tau: float = setting(2.0, "Factor τ on cosine similarities in the contrastive loss.", above=0)
+    images_per_mean: int = setting(10, "Images per mean.", at_least=1)
 
-    no_codebook: ClassVar[str] = "its pseudo-data must mean the same to every silo, and own words make them differ"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        not_negative(self, "mu", "lam", "gamma_max")
-        above_zero(self, "tau")
-        at_least_one(self, "mixed")
+    codebook_unsupported_reason: ClassVar[str] = (
+        "its pseudo-images must have the same features at every silo, which codewords of single silos prevent"
+    )
 
     # --- the server ---------------------------------------------------------------------------------------------
 
-    def build(self, net: nn.Module) -> nn.Module:
-        built = one_network(net, "FedBR")
-        d = built.width
+    def adapt_network(self, net: nn.Module) -> nn.Module:
+        built = require_single_network(net, "FedBR")
+        d = built.num_features
         built.projection = nn.Sequential(
             *(nn.Linear(d, 2 * d), nn.ReLU()), *(nn.Linear(2 * d, 2 * d), nn.ReLU()), nn.Linear(2 * d, d)
         )
-        built.choice = Choice()
-        return super().build(built)
+        built.choice = RandomChoice()
+        return super().adapt_network(built)
 
-    def start(self, clients: Clients) -> Server:
-        server = super().start(clients)
-        images = self.asked(clients, server) if self.pseudo == "mean" else self.made(clients)
-        return server.but(memory={**server.memory, PSEUDO: images})
+    def initialize_server(self, clients: Clients) -> ServerState:
+        server = super().initialize_server(clients)
+        images = (
+            self.query_image_means(clients, server) if self.pseudo_data == "mean" else self.make_proxy_means(clients)
+        )
+        return server.replace(method_state={**server.method_state, PSEUDO: images})
 
-    def made(self, clients: Clients) -> Tensor:
-        """Means of noise images: one batch, of 8×8 pixels."""
-        channels = one_network(clients.net, "FedBR").shape[0]
-        proxy = patterns(clients.seed, PSEUDO, self.local.batch, self.mixed, channels, spread=1.0)
-        return proxy.reshape(self.local.batch, self.mixed, *proxy.shape[1:]).mean(1)
+    def make_proxy_means(self, clients: Clients) -> Tensor:
+        """Return means of noise images: one batch, of 8×8 pixels."""
+        channels = require_single_network(clients.net, "FedBR").input_shape[0]
+        proxy = make_noise_images(
+            clients.seed, PSEUDO, self.local.batch_size, self.images_per_mean, channels, noise_deviation=1.0
+        )
+        return proxy.reshape(self.local.batch_size, self.images_per_mean, *proxy.shape[1:]).mean(1)
 
-    def asked(self, clients: Clients, server: Server) -> Tensor:
-        """Means of silos' images: one batch, as many from each silo."""
-        able = tuple(name for name, n in clients.sizes.items() if n)
-        count = -(-self.local.batch // len(able))
-        say = self.say(clients, server.but(memory={PSEUDO: torch.tensor(count)}))._replace(who=able)
-        replies = sorted(clients.ask(self, "means", say, ("train",)), key=lambda r: r.who)
-        images = torch.cat([r.answers["train"]["means"] for r in replies if not r.refused])
-        return images[permutation(key(clients.seed, PSEUDO), len(images), images.device)[: self.local.batch]]
+    def query_image_means(self, clients: Clients, server: ServerState) -> Tensor:
+        """Return means of silos' images: one batch, equally many from each silo."""
+        trainable = tuple(name for name, n in clients.num_examples.items() if n)
+        count = torch.tensor(-(-self.local.batch_size // len(trainable)))
+        broadcast = self.make_broadcast(clients, server.replace(method_state={PSEUDO: count}))
+        broadcast = broadcast._replace(participants=trainable)
+        replies = sorted(clients.query(self, "compute_image_means", broadcast, ("train",)), key=lambda r: r.silo_name)
+        images = torch.cat([r.answers["train"]["means"] for r in replies if not r.rejected])
+        order = permutation(derive_key(clients.seed, PSEUDO), len(images), images.device)
+        return images[order[: self.local.batch_size]]
 
-    def sent(self, server: Server) -> State:
-        return {PSEUDO: server.memory[PSEUDO]}
+    def make_extras(self, server: ServerState) -> Tensors:
+        return {PSEUDO: server.method_state[PSEUDO]}
 
     # --- the client ---------------------------------------------------------------------------------------------
 
-    @whole
-    def means(self, model: Model, batch: Batch) -> State:
-        """So many means of some random images each."""
-        index = model.call("choice", (int(model.sent[PSEUDO]), self.mixed), len(batch.y))
+    @property
+    def client_tasks(self) -> Mapping[str, ClientTask]:
+        task = ClientTask(self.compute_image_means, needs_full_split=True)
+        return {**super().client_tasks, "compute_image_means": task}
+
+    def compute_image_means(self, model: ClientModel, batch: Batch) -> Tensors:
+        """Return means of random images, as many as the server asks for."""
+        index = model.call("choice", (int(model.extras[PSEUDO]), self.images_per_mean), len(batch.y))
         return {"means": batch.x[index].mean(1)}
 
-    def updates(self, say: Broadcast) -> Sequence[Update]:
-        del say
+    def make_updates(self, broadcast: Broadcast) -> Sequence[Update]:
+        del broadcast
         return [
-            Update(self.gain, lambda n: n.startswith(PROJECTION)),
-            Update(self.loss, lambda n: not n.startswith(PROJECTION)),
+            Update(self.maximization_loss, lambda n: n.startswith(PROJECTION_PREFIX)),
+            Update(self.loss, lambda n: not n.startswith(PROJECTION_PREFIX)),
         ]
 
-    def gain(self, model: Model, batch: Batch) -> Tensor:
-        """The maximum step: the projection learns to tell pseudo-features apart, features stay as they are."""
+    def maximization_loss(self, model: ClientModel, batch: Batch) -> Tensor:
+        """Return the loss of the maximization step, which trains the projection alone."""
         with torch.no_grad():
-            seen = self.seen(model, batch)
-        return -self.gamma_max * self.contrast(model, seen.pseudo, seen.received, seen.real)
+            outputs = self.compute_outputs(model, batch)
+        return -self.gamma_max * self.contrastive_loss(model, outputs)
 
-    def loss(self, model: Model, batch: Batch) -> Tensor:
-        """The minimum step: L = CE + μ T + λ CE(pseudo-images, no class)."""
-        seen = self.seen(model, batch)
-        task = cross_entropy(seen.logits.unsqueeze(0), batch.y)
-        contrast = self.contrast(model, seen.pseudo, seen.received, seen.real)
-        return task + self.mu * contrast + self.lam * F.cross_entropy(seen.pseudo_logits, seen.target)
+    def loss(self, model: ClientModel, batch: Batch) -> Tensor:
+        """Return the loss of the minimization step: L = CE + μ T + λ CE(pseudo-images, no class)."""
+        outputs = self.compute_outputs(model, batch)
+        task = ensemble_cross_entropy(outputs.logits.unsqueeze(0), batch.y)
+        contrast = self.contrastive_loss(model, outputs)
+        return task + self.mu * contrast + self.lam * F.cross_entropy(outputs.pseudo_logits, outputs.pseudo_targets)
 
-    def contrast(self, model: Model, pseudo: Tensor, received: Tensor, real: Tensor) -> Tensor:
-        """T = −log e^{τ s(e₁,e₂)} / (e^{τ s(e₁,e₂)} + e^{τ s(e₁,e₃)}), pairs by position."""
-        e1, e2, e3 = (model.call("projection", f) for f in (pseudo, received, real))
+    def contrastive_loss(self, model: ClientModel, outputs: StepOutputs) -> Tensor:
+        """Return T = −log e^{τ s(e₁,e₂)} / (e^{τ s(e₁,e₂)} + e^{τ s(e₁,e₃)}), pairs by position."""
+        e1, e2, e3 = (model.call("projection", f) for f in outputs.contrasted)
         near, far = F.cosine_similarity(e1, e2), F.cosine_similarity(e1, e3)
         return F.softplus(self.tau * (far - near)).mean()
 
-    def seen(self, model: Model, batch: Batch) -> Seen:
-        n, images = len(batch.y), model.sent[PSEUDO]
+    def compute_outputs(self, model: ClientModel, batch: Batch) -> StepOutputs:
+        n, images = len(batch.y), model.extras[PSEUDO]
         x = images[torch.arange(n, device=images.device) % len(images)].to(batch.x.dtype)
-        x = enlarged(x, batch.x) if x.shape != batch.x.shape else x
-        classes = one_network(model.net, "FedBR").classes
+        x = resize_like(x, batch.x) if x.shape != batch.x.shape else x
+        classes = require_single_network(model.net, "FedBR").num_classes
         target = batch.x.new_full((n, classes), 1 / classes)
-        if self.pseudo == "mixture":
+        if self.pseudo_data == "mixture":
             index = model.call("choice", (n,), n)
             x = (x + batch.x[index]) / 2
             target = (target + F.one_hot(batch.y[index], classes)) / 2
-        z = model.call("represent", torch.cat([batch.x, x])).z  # [2B, l, d], one pass: batch norm sees both
+        z = model.call("encode_and_quantize", torch.cat([batch.x, x])).z  # [2B, l, d], one pass: batch norm uses both
         logits, features = model.call("classifier", z.flatten(1)), z.mean(1)
-        # The received model evaluates: its norms do not move, and nothing is dropped.
-        with evaluating(model.net), torch.no_grad():
-            received = model.at(model.received).call("represent", x).z.mean(1)
-        return Seen(logits[:n], logits[n:], features[:n], features[n:], received, target)
+        # The received model is in evaluation mode: its batch-norm statistics stay, and there is no dropout.
+        with evaluation_mode(model.net), torch.no_grad():
+            received = model.with_params(model.received_state).call("encode_and_quantize", x).z.mean(1)
+        return StepOutputs(logits[:n], logits[n:], features[:n], features[n:], received, target)

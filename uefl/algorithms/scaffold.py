@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates take the drift out of local steps.
+"""SCAFFOLD: control variates remove the drift of local steps.
 
 Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated learning (ICML 2020), option II.
 """
@@ -6,91 +6,102 @@ Karimireddy et al., SCAFFOLD: stochastic controlled averaging for federated lear
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from uefl.aggregate import summed
 from uefl.algorithms.fedavg import FedAvg
-from uefl.errors import InputError
-from uefl.federation import Clients, Model, Part, Reply, Server, State, is_words
-from uefl.local import Local
+from uefl.core.aggregate import sum_tensors
+from uefl.core.errors import InputError
+from uefl.core.federation import ClientModel, Clients, Examples, Reply, ServerState, Tensors, is_codeword_tensor
+from uefl.core.field_rules import setting
+from uefl.core.local import LocalTraining
 
-CONTROL = "control."  # prefix of control variates: the server's c among what is sent, a silo's c_k among what it keeps
+CONTROL_PREFIX = "control."  # of control variates: the server's c in extras, a silo's c_k in its client state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaffold(FedAvg):
-    """FedAvg whose local steps are corrected by c − c_k, the federation's mean gradient less the silo's own.
+    """FedAvg whose local steps are corrected by c − c_k, the mean gradient of all silos minus the silo's own.
 
-    Codewords are not corrected: each is averaged over its users alone, and those all mean the same by it.
+    Codewords are not corrected: each is averaged over the silos that use it.
     """
 
-    local: Local = field(default_factory=lambda: Local(optimizer="sgd", rate=0.01))
+    local: LocalTraining = setting(
+        default_factory=lambda: LocalTraining(optimizer="sgd", lr=0.01), help_text="Local training of a client."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.local.optimizer != "sgd":
             raise InputError(
-                f"Scaffold reads gradients off the weights, which needs optimizer=sgd, not {self.local.optimizer}"
+                f"Scaffold computes gradients from weight changes and needs optimizer=sgd, not {self.local.optimizer}"
             )
         if not 0 <= self.local.momentum < 1:
             raise InputError(f"momentum={self.local.momentum} must be at least 0 and less than 1")
 
-    def suited(self, local: Local) -> Local:
-        # Recipes speak of Adam; SGD with momentum wants a rate about ten times as large.
-        return local if local.optimizer == "sgd" else replace(local, optimizer="sgd", rate=10 * local.rate)
+    def adapt_local_training(self, local: LocalTraining) -> LocalTraining:
+        # Recipes are for Adam; SGD with momentum needs a learning rate about ten times as large.
+        return local if local.optimizer == "sgd" else replace(local, optimizer="sgd", lr=10 * local.lr)
 
-    def start(self, clients: Clients) -> Server:
-        server = super().start(clients)
-        sharing = torch.tensor(sum(1 for n in clients.sizes.values() if n))  # K, whoever takes part in a round
-        controls = {f"{CONTROL}{n}": torch.zeros_like(server.state[n]) for n in controlled(clients.net, server.state)}
-        return server.but(memory={**server.memory, **controls, "clients": sharing})
+    def initialize_server(self, clients: Clients) -> ServerState:
+        server = super().initialize_server(clients)
+        num_clients = torch.tensor(sum(1 for n in clients.num_examples.values() if n))  # K, not only participants
+        controls = {
+            f"{CONTROL_PREFIX}{n}": torch.zeros_like(server.model_state[n])
+            for n in controlled_names(clients.net, server.model_state)
+        }
+        return server.replace(method_state={**server.method_state, **controls, "num_clients": num_clients})
 
-    def first(self, net: nn.Module, address: int) -> State:
-        del address
+    def initial_client_state(self, net: nn.Module, noise_key: int) -> Tensors:
+        del noise_key
         tensors = net.state_dict()
-        return {f"{CONTROL}{n}": torch.zeros_like(tensors[n]) for n in controlled(net, tensors)}
+        return {f"{CONTROL_PREFIX}{n}": torch.zeros_like(tensors[n]) for n in controlled_names(net, tensors)}
 
-    def sent(self, server: Server) -> State:
-        return {n: c for n, c in server.memory.items() if n.startswith(CONTROL)}
+    def make_extras(self, server: ServerState) -> Tensors:
+        return {n: c for n, c in server.method_state.items() if n.startswith(CONTROL_PREFIX)}
 
-    def adjust(self, model: Model, gradients: State) -> State:
+    def adjust_gradients(self, model: ClientModel, gradients: Tensors) -> Tensors:
         # θ ← θ − η (g + c − c_k)
         return {
-            n: g + model.sent[CONTROL + n] - model.kept[CONTROL + n] if CONTROL + n in model.sent else g
+            n: g + model.extras[CONTROL_PREFIX + n] - model.client_state[CONTROL_PREFIX + n]
+            if CONTROL_PREFIX + n in model.extras
+            else g
             for n, g in gradients.items()
         }
 
-    def finish(self, model: Model, part: Part, *, steps: int, rate: float) -> tuple[State, State]:
-        # c_k⁺ = c_k − c + (θ_global − θ_k) / (T η); momentum makes T steps longer, see `effective`
-        del part
-        length = (
-            effective(steps, self.local.momentum) if self.local.fresh else steps / (1 - self.local.momentum)
-        ) * rate
+    def finish_training(
+        self, model: ClientModel, examples: Examples, *, num_steps: int, lr: float
+    ) -> tuple[Tensors, Tensors]:
+        # c_k⁺ = c_k − c + (θ_global − θ_k) / (T η); with momentum, T is the number of effective steps
+        del examples
+        momentum = self.local.momentum
+        steps = effective_steps(num_steps, momentum) if self.local.reset_optimizer else num_steps / (1 - momentum)
+        length = steps * lr
         new = {
-            name: model.kept[name] - c + (model.received[n] - model.params[n].detach()) / length
-            for name, c in model.sent.items()
-            if (n := name.removeprefix(CONTROL)) in model.params
+            name: model.client_state[name] - c + (model.received_state[n] - model.params[n].detach()) / length
+            for name, c in model.extras.items()
+            if (n := name.removeprefix(CONTROL_PREFIX)) in model.params
         }
-        return {name: c - model.kept[name] for name, c in new.items()}, new
+        return {name: c - model.client_state[name] for name, c in new.items()}, new
 
-    def integrate(self, server: Server, replies: Sequence[Reply]) -> Server:
+    def update_method_state(self, server: ServerState, replies: Sequence[Reply]) -> ServerState:
         # c ← c + 1/K Σ_k (c_k⁺ − c_k)
-        memory, sharing = server.memory, int(server.memory["clients"])
-        change = summed((r.extra for r in replies), self.sent(server))
-        return server.but(memory=memory | {n: memory[n] + d.to(memory[n]) / sharing for n, d in change.items()})
+        state, num_clients = server.method_state, int(server.method_state["num_clients"])
+        change = sum_tensors((r.extras for r in replies), self.make_extras(server))
+        controls = {n: state[n] + d.to(state[n]) / num_clients for n, d in change.items()}
+        return server.replace(method_state=state | controls)
 
 
-def controlled(net: nn.Module, state: State) -> list[str]:
-    """Names of the weights that have a control variate: all that learn, but for codewords."""
-    return [n for n, _ in net.named_parameters() if n in state and not is_words(n)]
+def controlled_names(net: nn.Module, model_state: Tensors) -> list[str]:
+    """Return names of the weights that have a control variate: all trainable ones but codewords."""
+    return [n for n, _ in net.named_parameters() if n in model_state and not is_codeword_tensor(n)]
 
 
-def effective(steps: int, momentum: float) -> float:
-    """How far T steps of momentum ρ go down one unchanging gradient, in plain steps: Σ_t (1 − ρ^t) / (1 − ρ).
+def effective_steps(num_steps: int, momentum: float) -> float:
+    """Return the number of plain steps that T steps with momentum ρ equal on a constant gradient.
 
-    Tends to T / (1 − ρ) for many steps; that limit would shrink c_k much too far where a round has few.
+    It is Σ_t (1 − ρ^t) / (1 − ρ) and tends to T / (1 − ρ); with few steps per round that limit shrinks c_k too much.
     """
-    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+    return (num_steps - momentum * (1 - momentum**num_steps) / (1 - momentum)) / (1 - momentum)

@@ -1,26 +1,31 @@
-"""UEFL: silos that stand out by their uncertainty get words of their own.
+"""UEFL: silos with unusually high uncertainty receive codewords of their own.
 
 Uncertainty-based extensible codebook for federated learning in heterogeneous data silos (ICML 2025), Algorithm 1.
-The round is FedAvg's (`fedavg.py`), the end of an iteration is the book's (`book.py`); this is their sum.
+The round is FedAvg's (`fedavg.py`), the end of an iteration is the codebook's (`extensible_codebook.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from uefl.algorithms.book import Book
+from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
+from uefl.core.field_rules import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class UEFL(FedAvg):
-    """FedAvg with an extensible codebook: uncertain silos get their own words, found by K-means on their features."""
+    """FedAvg with an extensible codebook: uncertain silos get codewords from K-means on their own features."""
 
-    codebook: Book | None = field(default_factory=Book)
+    codebook: ExtensibleCodebook | None = setting(
+        default_factory=ExtensibleCodebook, help_text="Codebook between encoder and classifier."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class VQFedAvg(FedAvg):
-    """FedAvg with a static codebook: one for all silos, or (`books=domain`, an oracle) one per true domain."""
+    """FedAvg with a static codebook: one for all silos, or one per true domain (an oracle)."""
 
-    codebook: Book | None = field(default_factory=lambda: Book(extend=False))
+    codebook: ExtensibleCodebook | None = setting(
+        default_factory=lambda: ExtensibleCodebook(extend=False), help_text="Codebook of fixed size."
+    )

@@ -1,4 +1,4 @@
-"""Decoded once, kept as safetensors under the hash of what it was decoded from; the second load is a memory map."""
+"""Cache decoded images as safetensors under a hash of their source; a cached file is memory-mapped."""
 
 from __future__ import annotations
 
@@ -18,94 +18,96 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from uefl.data.files import walked
+from uefl.core.errors import InputError
 from uefl.data.images import Images
-from uefl.errors import InputError
+from uefl.data.readers.archives import walk_folder
 
-VERSION = 1  # of the decoder: a change in what pixels come out makes new files
-BLOCK = 1 << 22
-STALE = 86_400.0  # seconds after which another process's temporary folder is a dead one's
+DECODER_VERSION = 1  # raise it when decoding gives other pixels: old files are then not used
+READ_BLOCK_BYTES = 1 << 22
+STALE_SECONDS = 86_400.0  # age at which the temporary folder of another process is removed
 
 
-def content_hash(path: Path, *settings: object) -> str:
-    """What decides the decoded images: a file by its bytes, a folder by names, sizes and times; and the settings."""
-    state = hashlib.sha256(json.dumps([VERSION, *map(str, settings)]).encode())
+def hash_content(path: Path, *settings: object) -> str:
+    """Hash what determines the decoded images: the bytes of a file, or names, sizes and times in a folder; settings."""
+    digest = hashlib.sha256(json.dumps([DECODER_VERSION, *map(str, settings)]).encode())
     try:
         if path.is_dir():
-            for name, size, changed in sorted(_listing(path)):
-                state.update(f"{name}\0{size}\0{changed}\n".encode("utf-8", "surrogateescape"))
+            for name, size, mtime_ns in sorted(_list_files(path)):
+                digest.update(f"{name}\0{size}\0{mtime_ns}\n".encode("utf-8", "surrogateescape"))
         elif not path.is_file() and path.exists():
             raise InputError(f"{path}: neither a file nor a folder")
         else:
             with path.open("rb") as file:
-                while block := file.read(BLOCK):
-                    state.update(block)
+                while block := file.read(READ_BLOCK_BYTES):
+                    digest.update(block)
     except (OSError, ValueError) as e:
         if isinstance(e, InputError):
             raise
         raise InputError(f"{path}: {getattr(e, 'strerror', None) or e}") from e
-    return state.hexdigest()[:32]
+    return digest.hexdigest()[:32]
 
 
 def load(file: Path) -> Images | None:
-    """The images in a cached file, or None where there is none, or a damaged one."""
+    """Return the images of a cached file, or None if the file does not exist or is damaged."""
     try:
         with safe_open(file, framework="pt") as cached:
-            about, checksum = json.loads((cached.metadata() or {})["images"])
-            tensors = {name: cached.get_tensor(name) for name in cached.keys()}  # noqa: SIM118, it is no dict
-        if checksum != _checksum(about, tensors):
+            fields_json, checksum = json.loads((cached.metadata() or {})["images"])
+            tensors = {name: cached.get_tensor(name) for name in cached.keys()}  # noqa: SIM118, not a dict
+        if checksum != _compute_checksum(fields_json, tensors):
             return None
-        told: dict[str, Any] = json.loads(about)
-        return Images(**{k: tuple(v) if isinstance(v, list) else v for k, v in told.items()} | tensors)
+        values: dict[str, Any] = json.loads(fields_json)
+        return Images(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()} | tensors)
     except (OSError, SafetensorError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
 def store(images: Images, file: Path) -> None:
-    """Write the images in a folder of their own and move them to their name whole: a reader sees all or nothing."""
+    """Write the images into a temporary folder, then move the complete file: a reader never sees a part of it."""
     values = {f.name: getattr(images, f.name) for f in fields(images)}
     tensors = {name: v.contiguous() for name, v in values.items() if isinstance(v, Tensor)}
-    about = json.dumps({name: v for name, v in values.items() if v is not None and name not in tensors})
+    fields_json = json.dumps({name: v for name, v in values.items() if v is not None and name not in tensors})
     file.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(file.parent)
-    # A folder, because safetensors writes beside the name it is given under a name it does not tell.
-    aside = Path(tempfile.mkdtemp(prefix=f".{file.stem}-", suffix=".tmp", dir=file.parent))
+    _remove_stale_folders(file.parent)
+    # A folder, because safetensors itself writes to an unknown temporary name beside the file.
+    temporary_folder = Path(tempfile.mkdtemp(prefix=f".{file.stem}-", suffix=".tmp", dir=file.parent))
     try:
-        whole = aside / file.name
-        save_file(tensors, whole, {"images": json.dumps([about, _checksum(about, tensors)])})
-        whole.chmod(0o666 & ~_umask())  # safetensors makes it private, but a data folder may be a group's
-        _flush(whole)
-        os.replace(whole, file)
-        _flush(file.parent)
-    finally:  # also after an interrupt: nothing half-written stays
-        shutil.rmtree(aside, ignore_errors=True)
+        temporary_file = temporary_folder / file.name
+        save_file(
+            tensors, temporary_file, {"images": json.dumps([fields_json, _compute_checksum(fields_json, tensors)])}
+        )
+        temporary_file.chmod(0o666 & ~_get_umask())  # safetensors makes it private, but a group may share the folder
+        _fsync_path(temporary_file)
+        os.replace(temporary_file, file)
+        _fsync_path(file.parent)
+    finally:  # also after an interrupt: no incomplete file remains
+        shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
-def _listing(folder: Path) -> list[tuple[str, int, int]]:
+def _list_files(folder: Path) -> list[tuple[str, int, int]]:
     rows = []
-    for here, _, names in walked(folder):
+    for parent, _, names in walk_folder(folder):
         for name in names:
-            file = os.path.join(here, name)
-            at = os.stat(file, follow_symlinks=os.path.exists(file))  # a dangling link is the importer's to refuse
-            rows.append((os.path.relpath(file, folder), at.st_size, at.st_mtime_ns))
+            file = os.path.join(parent, name)
+            status = os.stat(file, follow_symlinks=os.path.exists(file))  # the reader reports a dangling link
+            rows.append((os.path.relpath(file, folder), status.st_size, status.st_mtime_ns))
     return rows
 
 
-def _checksum(about: str, tensors: dict[str, Tensor]) -> int:
-    """CRC-32, at gigabytes a second: it finds rot, not malice, and what is cached is the user's own."""
-    state = zlib.crc32(about.encode())
+def _compute_checksum(fields_json: str, tensors: dict[str, Tensor]) -> int:
+    """Compute a CRC-32, at gigabytes per second: it detects damage, not manipulation of the user's own files."""
+    checksum = zlib.crc32(fields_json.encode())
     for name in sorted(tensors):
-        state = zlib.crc32(tensors[name].numpy().data, zlib.crc32(name.encode(), state))
-    return state
+        checksum = zlib.crc32(tensors[name].numpy().data, zlib.crc32(name.encode(), checksum))
+    return checksum
 
 
-def _umask() -> int:
+def _get_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
-def _flush(path: Path) -> None:
+def _fsync_path(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -113,9 +115,9 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left."""
-    for left in folder.glob(".*.tmp"):
+def _remove_stale_folders(folder: Path) -> None:
+    """Remove temporary folders of processes that were killed."""
+    for stale_folder in folder.glob(".*.tmp"):
         with suppress(OSError):
-            if time.time() - left.stat().st_mtime > STALE:
-                shutil.rmtree(left)
+            if time.time() - stale_folder.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(stale_folder)

@@ -1,65 +1,17 @@
-"""What each data set and each cut means unless told otherwise: the paper's set-ups."""
+"""The default settings of every data set and partitioner."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-from uefl.data.cuts import CUTS
-from uefl.data.spec import Data
-from uefl.errors import unknown
-
-_PAPER: dict[str, Any] = {"train": 2000, "test": 500}  # nine silos: 0°, −50°, 120°, three of each
-_ALL: dict[str, Any] = {"train": 0, "test": 0}
-_SIX = tuple(f"rotate:{angle}" for angle in (0, 15, 30, 45, 60, 75))
-
-SETS: dict[str, dict[str, Any]] = {
-    "mnist5k": {},
-    "mnist": _PAPER,
-    "fmnist": _PAPER,
-    "emnist-letters": {**_PAPER, "only": 10},  # FedCR takes the letters a to j
-    "gtsrb": _PAPER,
-    "cifar10": _PAPER,
-    "cifar100": {**_PAPER, "train": 4000},
-    "pacs": {**_ALL, "cut": "held-out"},
-}
-OWN_DOMAINS = {"pacs": "sketch"}  # sources with domains of their own, and the one held out unless told
-
-_TEN: dict[str, Any] = {**_ALL, "shifts": ("none",), "silos": (10,)}
-_HUNDRED: dict[str, Any] = {  # FedCR: merge, shuffle, 70/30 of each client's own images
-    **_TEN,
-    "silos": (100,),
-    "merge": True,
-    "test_part": 0.3,
-    "test_labels": "own",
-}
-_ONE_EACH: dict[str, Any] = {**_ALL, "silos": ()}
-
-_BY_CUT: dict[str, dict[str, Any]] = {
-    "domains": {},
-    "quantity": {**_TEN, "alpha": 0.5},
-    "dirichlet": _TEN,
-    "vhl": _TEN,
-    "fedbr": _TEN,
-    "fedcr": {**_HUNDRED, "alpha": 0.3},
-    "classes": _HUNDRED,
-    "held-out": {**_ONE_EACH, "shifts": _SIX, "target": _SIX[0]},
-    "ghifary": {
-        **_ONE_EACH,
-        "shifts": tuple(s.replace("rotate", "rotate-nearest") for s in _SIX),
-        "target": "rotate-nearest:0",
-    },
-    "given": {**_ONE_EACH, "shifts": ()},
-}
+from uefl.data import PARTITIONERS, SOURCES
+from uefl.data.config import DataConfig
 
 
-def defaults(name: str, cut: str = "") -> Data:
-    """The paper's set-up of a data set, or what a cut is usually made with; other sources have silos of their own."""
-    of_set = SETS.get(name, {"cut": "given"})
-    cut = cut or of_set.get("cut", "domains")
-    if cut not in CUTS:
-        raise unknown("cut", cut, CUTS)
-    fields = {**of_set, **_BY_CUT[cut], "name": name, "cut": cut}
-    if name in OWN_DOMAINS and cut in ("domains", "held-out"):
-        fields |= {"shifts": (), "silos": (), "target": OWN_DOMAINS[name] if cut == "held-out" else ""}
-    return replace(Data(), **fields)
+def get_default_config(name: str, partitioner: str = "") -> DataConfig:
+    """Return the default settings of a data set and a partitioner: the paper's, where it uses them."""
+    source = SOURCES[name]
+    partitioner = partitioner or source.default_settings.get("partitioner", "domains")
+    settings = {**source.default_settings, **PARTITIONERS[partitioner].default_settings}
+    if source.default_target and partitioner in ("domains", "leave-one-domain-out"):  # use the domains of the source
+        target = source.default_target if partitioner == "leave-one-domain-out" else ""
+        settings |= {"shifts": (), "num_silos": (), "target": target}
+    return DataConfig(**{**settings, "name": name, "partitioner": partitioner})

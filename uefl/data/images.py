@@ -1,28 +1,74 @@
-"""The one result of every importer."""
+"""Labeled images as every reader returns them, and what is done to them before training."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from uefl.core.errors import InputError
+
+_IMAGES_PER_BLOCK = 4096  # images resized at once, which bounds the memory of their float copies
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Labelled images as they came from a source, before anybody owns them."""
+    """Labeled images of a source, before they are divided among silos."""
 
     name: str
     x: Tensor  # uint8 [n, c, h, w]
     y: Tensor  # int64 [n]
     classes: tuple[str, ...]
-    test: Tensor  # bool [n]: the source's own test split
-    domain: Tensor | None = None  # int64 [n], an index into `domains`
+    is_test: Tensor  # bool [n]: the test split of the source
+    domain_ids: Tensor | None = None  # int64 [n], an index into `domains`
     domains: tuple[str, ...] = ()
-    # Fixed per data set, one per channel, of pixels in [0, 1]; never pooled from silos.
+    # Fixed per data set, one per channel, of pixels in [0, 1]; never computed from silos.
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
-    silo: Tensor | None = None  # int64 [n], an index into `silos`: the owner that the source itself names
+    silo_ids: Tensor | None = None  # int64 [n], an index into `silos`: the silo that the source names
     silos: tuple[str, ...] = ()
-    skipped: int = 0  # items left out because they were bad
-    warnings: tuple[str, ...] = ()  # counted oddities, one line each; `strict` refuses them
-    notes: tuple[str, ...] = ()  # what was done to the pixels or left out, one line each
+    num_skipped: int = 0  # bad items that were skipped
+    warnings: tuple[str, ...] = ()  # one line per kind of problem; `strict` turns them into an error
+    notes: tuple[str, ...] = ()  # conversions of pixels and skipped files, one line per kind
+
+
+def select_first_classes(images: Images, num_classes: int) -> Images:
+    """Keep only the images of the first classes, such as the letters a to j; 0 keeps all."""
+    if not num_classes:
+        return images
+    if num_classes > len(images.classes):
+        raise InputError(
+            f"num_classes={num_classes} must be at most {len(images.classes)}, the classes of {images.name}"
+        )
+    return replace(select_rows(images, images.y < num_classes), classes=images.classes[:num_classes])
+
+
+def select_rows(images: Images, keep: Tensor) -> Images:
+    """Keep only the images where the mask [n] is true."""
+    if bool(keep.all()):
+        return images
+    rows = {name: getattr(images, name) for name in ("x", "y", "is_test", "domain_ids", "silo_ids")}
+    return replace(images, **{name: tensor[keep] for name, tensor in rows.items() if tensor is not None})
+
+
+def resize_images(x: Tensor, image_size: int) -> Tensor:
+    """Resize decoded uint8 images [n, c, h, w] to a square, bilinear with antialiasing; 0 keeps their size."""
+    if not image_size or x.shape[-2:] == (image_size, image_size):
+        return x
+    if not len(x):  # an empty split has a shape too, and the network is built for it
+        return x.new_empty((*x.shape[:-2], image_size, image_size))
+    return torch.cat([_resize_block(block, image_size) for block in torch.split(x, _IMAGES_PER_BLOCK)])
+
+
+def _resize_block(x: Tensor, image_size: int) -> Tensor:
+    resized = F.interpolate(x.float(), (image_size, image_size), mode="bilinear", antialias=True, align_corners=False)
+    return resized.round().clamp(0, 255).to(torch.uint8)
+
+
+def standardize_images(x: Tensor, images: Images) -> Tensor:
+    """Scale pixels to [0, 1], subtract the fixed mean of the data set and divide by its fixed deviation (D13)."""
+    mean = torch.tensor(images.mean).view(-1, 1, 1)
+    std = torch.tensor(images.std).view(-1, 1, 1)
+    return (x.float() / 255 - mean) / std

@@ -1,7 +1,7 @@
-"""Feature shifts: what makes the images of one domain look unlike those of another.
+"""Feature shifts: transformations that make the images of one domain differ from those of another.
 
-A shift is written `name:value`, several joined by `+`: `rotate:-50`, `noise:25`, `rotate:120+contrast:0.5`.
-Every step takes and gives uint8 pixels, so a chain means the same as its steps one after another.
+A shift is written `name:value`, and steps are joined by `+`: `rotate:-50`, `noise:25`, `rotate:120+contrast:0.5`.
+Every step maps uint8 pixels to uint8 pixels, so a chain equals its steps applied one after another.
 """
 
 from __future__ import annotations
@@ -13,116 +13,119 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from uefl.errors import InputError, unknown
-from uefl.noise import key, normal
+from uefl.core import noise_addresses as addresses
+from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.noise import derive_key, normal
 
-_BLOCK = 256  # images shifted at once: float copies of a whole silo of large images would not fit
+_IMAGES_PER_BLOCK = 256  # images shifted at once, which bounds the memory of their float copies
 
 
-def rotated(x: Tensor, angle: float, mode: str = "bilinear") -> Tensor:
-    """Rotate uint8 images counter-clockwise about their centre: zero fill, rounded back to uint8."""
-    if angle % 360 == 0:
+def rotate_images(x: Tensor, degrees: float, mode: str = "bilinear") -> Tensor:
+    """Rotate uint8 images counter-clockwise about their center; fill with zeros and round back to uint8."""
+    if degrees % 360 == 0:
         return x
-    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     height, width = x.shape[-2:]
-    # The grid maps output to input, and y points down: this matrix turns what is seen counter-clockwise.
+    # The grid maps output to input, and y points down: this matrix rotates the image counter-clockwise.
     theta = torch.tensor([[cos, -sin * height / width, 0.0], [sin * width / height, cos, 0.0]])
     grid = F.affine_grid(theta.expand(1, 2, 3), [1, 1, height, width], align_corners=False)
     flat = x.reshape(1, -1, height, width).float()
-    return _pixels(F.grid_sample(flat, grid, mode=mode, padding_mode="zeros", align_corners=False)).reshape(x.shape)
+    return _to_uint8(F.grid_sample(flat, grid, mode=mode, padding_mode="zeros", align_corners=False)).reshape(x.shape)
 
 
-def noisy(x: Tensor, deviation: float, keys: Sequence[int]) -> Tensor:
-    """Add Gaussian noise; an image's noise has its own key, so it does not depend on the images beside it."""
-    drawn = torch.stack([normal(k, image.shape) for k, image in zip(keys, x)])
-    return _pixels(x.float() + deviation * drawn)
+def add_noise(x: Tensor, std: float, keys: Sequence[int]) -> Tensor:
+    """Add Gaussian noise with one key per image, so that it does not depend on the other images."""
+    noise = torch.stack([normal(key, image.shape) for key, image in zip(keys, x)])
+    return _to_uint8(x.float() + std * noise)
 
 
-def blurred(x: Tensor, width: float) -> Tensor:
-    """Blur with a Gaussian of this deviation in pixels; borders repeat."""
-    radius = min(math.ceil(3 * width), min(x.shape[-2:]) - 1)
-    kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / width).square())
+def blur_images(x: Tensor, std: float) -> Tensor:
+    """Blur with a Gaussian kernel, `std` in pixels; borders are replicated."""
+    radius = min(math.ceil(3 * std), min(x.shape[-2:]) - 1)
+    kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / std).square())
     kernel = kernel / kernel.sum()
     flat = x.reshape(-1, 1, *x.shape[-2:]).float()
     flat = F.conv2d(F.pad(flat, (radius, radius, 0, 0), mode="replicate"), kernel.view(1, 1, 1, -1))
     flat = F.conv2d(F.pad(flat, (0, 0, radius, radius), mode="replicate"), kernel.view(1, 1, -1, 1))
-    return _pixels(flat).reshape(x.shape)
+    return _to_uint8(flat).reshape(x.shape)
 
 
-def contrasted(x: Tensor, factor: float) -> Tensor:
-    """Pull pixels towards (below 1) or push them from (above 1) the mean of their image."""
+def scale_contrast(x: Tensor, factor: float) -> Tensor:
+    """Scale the difference of pixels to the mean of their image."""
     mean = x.float().mean((1, 2, 3), keepdim=True)
-    return _pixels(mean + factor * (x.float() - mean))
+    return _to_uint8(mean + factor * (x.float() - mean))
 
 
-def coloured(x: Tensor, red: float, green: float, blue: float) -> Tensor:
-    """Multiply each channel by its gain, as a badly balanced camera does."""
-    return _pixels(x.float() * torch.tensor([red, green, blue]).view(3, 1, 1))
+def scale_channels(x: Tensor, red: float, green: float, blue: float) -> Tensor:
+    """Multiply each channel by its gain, like a wrong white balance."""
+    return _to_uint8(x.float() * torch.tensor([red, green, blue]).view(3, 1, 1))
 
 
-def hued(x: Tensor, angle: float) -> Tensor:
-    """Turn colours about the grey axis: 120 makes red green, green blue and blue red."""
-    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle)) / math.sqrt(3)
+def rotate_hue(x: Tensor, degrees: float) -> Tensor:
+    """Rotate colors about the gray axis: 120 turns red to green, green to blue and blue to red."""
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees)) / math.sqrt(3)
     same, behind, ahead = (1 + 2 * cos) / 3, (1 - cos) / 3 + sin, (1 - cos) / 3 - sin
-    turn = torch.tensor([[same, ahead, behind], [behind, same, ahead], [ahead, behind, same]])
-    return _pixels(torch.einsum("ij,njhw->nihw", turn, x.float()))
+    rotation = torch.tensor([[same, ahead, behind], [behind, same, ahead], [ahead, behind, same]])
+    return _to_uint8(torch.einsum("ij,njhw->nihw", rotation, x.float()))
 
 
-Step = Callable[[Tensor, list[float], Sequence[int]], Tensor]
-SHIFTS: dict[str, tuple[Step, int, str]] = {  # step, how many values it takes, which
-    "rotate": (lambda x, v, _: rotated(x, v[0]), 1, "degrees counter-clockwise"),
-    "rotate-nearest": (lambda x, v, _: rotated(x, v[0], "nearest"), 1, "degrees counter-clockwise"),
-    "noise": (lambda x, v, keys: noisy(x, v[0], keys), 1, "deviation, of 255"),
-    "blur": (lambda x, v, _: blurred(x, v[0]), 1, "deviation in pixels, above 0"),
-    "contrast": (lambda x, v, _: contrasted(x, v[0]), 1, "factor"),
-    "colour": (lambda x, v, _: coloured(x, *v), 3, "gains red/green/blue"),
-    "hue": (lambda x, v, _: hued(x, v[0]), 1, "degrees from red towards green"),
+ShiftFunction = Callable[[Tensor, list[float], Sequence[int]], Tensor]
+SHIFTS: dict[str, tuple[ShiftFunction, int, str]] = {  # function, number of values, their meaning
+    "rotate": (lambda x, v, _: rotate_images(x, v[0]), 1, "degrees counter-clockwise"),
+    "rotate-nearest": (lambda x, v, _: rotate_images(x, v[0], "nearest"), 1, "degrees counter-clockwise"),
+    "noise": (lambda x, v, keys: add_noise(x, v[0], keys), 1, "standard deviation, pixels are 0 to 255"),
+    "blur": (lambda x, v, _: blur_images(x, v[0]), 1, "standard deviation in pixels, greater than 0"),
+    "contrast": (lambda x, v, _: scale_contrast(x, v[0]), 1, "factor"),
+    "color": (lambda x, v, _: scale_channels(x, *v), 3, "gains red/green/blue"),
+    "hue": (lambda x, v, _: rotate_hue(x, v[0]), 1, "degrees from red toward green"),
 }
-_SIGNED = ("rotate", "rotate-nearest", "hue")
-_IN_COLOUR = ("colour", "hue")
-PLAIN = "none"
+_SIGNED_SHIFTS = ("rotate", "rotate-nearest", "hue")
+_COLOR_SHIFTS = ("color", "hue")
+NO_SHIFT = "none"
 
 
-def parsed(shift: str) -> list[tuple[str, list[float]]]:
-    """The steps of a shift, checked."""
-    return [] if shift == PLAIN else [_step(shift, text) for text in shift.split("+")]
+def parse_shift(shift: str) -> list[tuple[str, list[float]]]:
+    """Return the steps of a shift as names and values, or raise an error."""
+    return [] if shift == NO_SHIFT else [_parse_step(shift, text) for text in shift.split("+")]
 
 
-def _step(shift: str, text: str) -> tuple[str, list[float]]:
+def _parse_step(shift: str, text: str) -> tuple[str, list[float]]:
     name, _, value = text.partition(":")
     if name not in SHIFTS:
-        raise unknown("shift", shift, [PLAIN, *(f"{n}:<{says}>" for n, (_, _, says) in SHIFTS.items())])
-    _, count, says = SHIFTS[name]
+        known = [NO_SHIFT, *(f"{name}:<{meaning}>" for name, (_, _, meaning) in SHIFTS.items())]
+        raise unknown_value_error("shift", shift, known)
+    _, count, meaning = SHIFTS[name]
     try:
         values = [float(v) for v in value.split("/")]
     except ValueError:
         values = []
-    good = len(values) == count and all(math.isfinite(v) and (v >= 0 or name in _SIGNED) for v in values)
-    if not good or (name == "blur" and values[0] == 0):
-        raise InputError(f"shift '{shift}': '{value}' is not a value of {name}; it takes {says}")
+    is_valid = len(values) == count and all(math.isfinite(v) and (v >= 0 or name in _SIGNED_SHIFTS) for v in values)
+    if not is_valid or (name == "blur" and values[0] == 0):
+        raise InputError(f"shift '{shift}': invalid value '{value}' of {name}; it takes: {meaning}")
     return name, values
 
 
-def shifted(x: Tensor, shift: str, seed: int, at: Tensor) -> Tensor:
-    """Shift the uint8 images that stand at these positions of their source."""
-    steps = parsed(shift)
-    bad = [name for name, _ in steps if name in _IN_COLOUR and x.shape[1] != 3]
-    if bad:
-        raise InputError(f"shift '{shift}': {bad[0]} needs images of 3 channels, these have {x.shape[1]}")
+def apply_shift(x: Tensor, shift: str, seed: int, indices: Tensor) -> Tensor:
+    """Apply a shift to the uint8 images with these indices in their source."""
+    steps = parse_shift(shift)
+    color_steps = [name for name, _ in steps if name in _COLOR_SHIFTS]
+    if color_steps and x.shape[1] != 3:
+        raise InputError(f"shift '{shift}': {color_steps[0]} needs images with 3 channels, but these have {x.shape[1]}")
     for number, (name, values) in enumerate(steps if len(x) else []):
-        keys = [key(seed, "shift", number, name, position) for position in at.tolist()]
-        blocks = [slice(i, i + _BLOCK) for i in range(0, len(x), _BLOCK)]
+        address = addresses.SHIFTS.get(name, name)
+        keys = [derive_key(seed, addresses.IMAGE_SHIFT, number, address, index) for index in indices.tolist()]
+        blocks = [slice(i, i + _IMAGES_PER_BLOCK) for i in range(0, len(x), _IMAGES_PER_BLOCK)]
         x = torch.cat([SHIFTS[name][0](x[block], values, keys[block]) for block in blocks])
     return x
 
 
-def described(shift: str) -> str:
-    """A shift in words short enough for a table."""
-    steps = parsed(shift)
+def describe_shift(shift: str) -> str:
+    """Return a short description of a shift for tables."""
+    steps = parse_shift(shift)
     return " + ".join(
         f"{v[0]:g}°" if name.startswith("rotate") else f"{name} {'/'.join(f'{i:g}' for i in v)}" for name, v in steps
     )
 
 
-def _pixels(x: Tensor) -> Tensor:
+def _to_uint8(x: Tensor) -> Tensor:
     return x.round().clamp(0, 255).to(torch.uint8)

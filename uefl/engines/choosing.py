@@ -1,56 +1,51 @@
-"""Which engine runs a federation in this process, where the user leaves it open."""
+"""Choose the engine for a run in this process if the user does not name one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.func import functional_call, vmap
 
-from uefl.engines.mapping import Mapping
-from uefl.engines.serial import Serial, foreign
-from uefl.engines.stacked import Stacked
-from uefl.engines.stacking import fills_a_device, size_of
-from uefl.errors import InputError
-from uefl.federation import Silo
-from uefl.local import Local
+from uefl.core.errors import InputError
+from uefl.core.federation import Silo
+from uefl.core.local import LocalTraining
+from uefl.engines.serial import has_torch_dropout
+from uefl.engines.stacked.stack_size import can_fill_device, count_activations
+from uefl.engines.stacked.vmap_overrides import VmapOverrides
 
-IN_PROCESS: dict[str, Callable[..., Serial]] = {
-    "serial": Serial,
-    "stacked": Stacked,
-    "compiled": partial(Stacked, compiled=True),
-}
-WORTH = 8000  # steps of a run from which on it gets back the minute that compiling took
+MIN_STEPS_TO_COMPILE = 8000  # steps of a run; with fewer, compiling costs more time than it saves
 
 
-def chosen(name: str, device: str, net: nn.Module, silos: Sequence[Silo], local: Local, rounds: int) -> str:
-    """The engine of this name, or for `auto` the one that measurements speak for (benchmarks/README.md)."""
+def choose_engine(
+    name: str, device: str, net: nn.Module, silos: Sequence[Silo], local: LocalTraining, total_rounds: int
+) -> str:
+    """Return the name of the engine; `auto` becomes the engine that benchmarks favor (benchmarks/README.md)."""
     if name == "compiled" and not device.startswith("cuda"):
-        raise InputError(f"engine=compiled is for CUDA devices, on {device} compiled code is slower")
+        raise InputError(f"engine=compiled needs a CUDA device; on {device} use auto, serial or stacked")
     if name != "auto":
         return name
-    shape = silos[0].test.x.shape[1:]
-    if not device.startswith("cuda") or not mappable(net, shape):  # on CPU vmap makes convolutions slower
+    input_shape = silos[0].test.x.shape[1:]
+    if not device.startswith("cuda") or not can_vmap(net, input_shape):  # on CPU vmap makes convolutions slower
         return "serial"
-    steps = sum(-(-len(silo.train.y) // local.batch) for silo in silos) * local.epochs * rounds
-    large = fills_a_device(size_of(net, shape), local.batch)
-    return "compiled" if large and steps >= WORTH else "stacked"
+    steps = sum(-(-len(silo.train.y) // local.batch_size) for silo in silos) * local.epochs * total_rounds
+    fills_device = can_fill_device(count_activations(net, input_shape), local.batch_size)
+    return "compiled" if fills_device and steps >= MIN_STEPS_TO_COMPILE else "stacked"
 
 
-def mappable(net: nn.Module, shape: Sequence[int]) -> bool:
-    """Whether two copies of a network run as one: anyone's network may hold what `vmap` does not know."""
-    if foreign(net):
+def can_vmap(net: nn.Module, input_shape: Sequence[int]) -> bool:
+    """Return whether two copies of a network run under `vmap`, which does not support every operation."""
+    if has_torch_dropout(net):
         return False
     tensors = {n: torch.stack([t.detach()] * 2) for n, t in net.state_dict().items()}
-    x = next(net.parameters()).new_zeros(2, 2, *shape)
-    was = net.training
+    x = next(net.parameters()).new_zeros(2, 2, *input_shape)
+    training = net.training
     try:
-        with torch.no_grad(), Mapping(convolve=False):
+        with torch.no_grad(), VmapOverrides(use_triton_convolution=False):
             vmap(lambda tensors, x: functional_call(net.train(), tensors, (x,)).logits)(tensors, x)
-    except Exception:  # whatever it is: such a network runs one silo after another
+    except Exception:  # of any kind: such a network runs on the serial engine
         return False
     finally:
-        net.train(was)
+        net.train(training)
     return True

@@ -1,4 +1,4 @@
-"""One client after another in plain PyTorch: the reference that every other engine must agree with."""
+"""The serial engine: one client after another in plain PyTorch. It is the reference for every other engine."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from uefl.engines.optimizer import Optimizer
-from uefl.engines.pooling import pooled_first
-from uefl.errors import InputError
-from uefl.federation import (
+from uefl.core import noise_addresses as addresses
+from uefl.core.errors import InputError
+from uefl.core.federation import (
     Batch,
     Broadcast,
+    ClientModel,
+    Evaluations,
+    Examples,
+    MatmulPrecision,
     Method,
-    Model,
-    Multiply,
-    Part,
     Reply,
     Silo,
     Split,
-    State,
-    batches,
-    gathered,
-    is_words,
+    Tensors,
+    gather_accessible_rows,
+    is_codeword_tensor,
+    iterate_batch_slices,
     size_in_bytes,
 )
-from uefl.noise import key, noises, permutation, set_key
+from uefl.core.noise import derive_key, permutation, salt_noise_layers, set_noise_key
+from uefl.engines.optimizer import NamedOptimizer
 
-OPTIMIZER = "optimizer."  # prefix of optimiser state among what a silo keeps
-WORDS = OPTIMIZER + "words"  # which words that state is of
+OPTIMIZER_PREFIX = "optimizer."  # of optimizer state within the client state
+OPTIMIZER_CODEWORDS = OPTIMIZER_PREFIX + "codewords"  # indices of the codewords that the state belongs to
 
 
-class Serial:
-    """Clients in one process. `watch` hears the silo and what it does, for a progress display."""
+class SerialEngine:
+    """Run clients in this process. `on_progress` receives a silo's name and its activity, for a progress display."""
 
     def __init__(
         self,
@@ -47,266 +48,285 @@ class Serial:
         seed: int = 0,
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
-        multiply: Multiply = "exact",
-        watch: Callable[[str, str], None] = lambda _silo, _doing: None,
+        matmul_precision: MatmulPrecision = "full",
+        on_progress: Callable[[str, str], None] = lambda _silo_name, _activity: None,
     ) -> None:
         names = [silo.name for silo in silos]
         if len(set(names)) < len(names):
-            raise InputError(f"silos must have different names, not {', '.join(names)}")
-        self.seed, self.device, self.dtype, self.watch = seed, torch.device(device), dtype, watch
-        if multiply != "exact" and self.device.type != "cuda":
-            raise InputError(f"{multiply} is for CUDA devices, on {self.device.type} there are float32 and float64")
-        self.multiply = multiply
+            raise InputError(f"silo names must be unique: {', '.join(names)}")
+        self.seed, self.device, self.dtype, self.on_progress = seed, torch.device(device), dtype, on_progress
+        if matmul_precision != "full" and self.device.type != "cuda":
+            raise InputError(
+                f"precision={matmul_precision} needs a CUDA device; allowed on {self.device.type}: float32, float64"
+            )
+        self.matmul_precision = matmul_precision
         if self.device.type == "cuda":
             if self.device.index is not None:
-                torch.cuda.set_device(self.device)  # kernels of Triton and graphs go where the process is
-            choose_kernels(tf32=multiply != "exact")
-        ordered = sorted(silos, key=lambda silo: silo.name)  # the order given changes nothing
-        self.silos = {silo.name: self._placed(silo) for silo in ordered}
-        # Channels last: convolutions are 1.4 to 1.8 times faster on CPU, and tensor cores want it on GPU.
+                torch.cuda.set_device(self.device)  # Triton kernels and CUDA graphs use the current device
+            choose_kernels(tf32=matmul_precision != "full")
+        sorted_silos = sorted(silos, key=lambda silo: silo.name)  # results do not depend on the given order
+        self.silos = {silo.name: self._move_to_device(silo) for silo in sorted_silos}
+        # Channels last: convolutions are 1.4 to 1.8 times faster on CPU, and tensor cores need it on GPU.
         self.net = copy.deepcopy(net).to(self.device, dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        for silo in ordered[:1]:
-            pooled_first(self.net, silo.train.x.shape[1:])
-        self.initial = {name: t.clone() for name, t in self.net.state_dict().items()}
-        self.memory: dict[str, State] = {}  # what each silo keeps; part of the checkpoint in one process
-        self._noises = noises(self.net)
+        self.initial_tensors = {name: t.clone() for name, t in self.net.state_dict().items()}
+        self.client_states: dict[str, Tensors] = {}  # by silo; part of the checkpoint
+        self._noise_layers = salt_noise_layers(self.net)
 
     @property
-    def sizes(self) -> Mapping[str, int]:
+    def num_examples(self) -> Mapping[str, int]:
         return {name: len(silo.train.y) for name, silo in self.silos.items()}
 
     @property
     def domains(self) -> Mapping[str, str]:
         return {name: silo.domain for name, silo in self.silos.items()}
 
-    def begin(self) -> State:
-        return {name: t.clone() for name, t in self.initial.items()}
+    def initial_model_state(self) -> Tensors:
+        return {name: t.clone() for name, t in self.initial_tensors.items()}
 
-    def fit(self, method: Method, say: Broadcast, *, measure: bool = True) -> Iterator[Reply]:
-        for name in sorted(say.who):
+    def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
+        for name in sorted(broadcast.participants):
             started = time.perf_counter()
-            model = self._receive(method, say, name)
-            before = self._measured(method, model, name, say.round - 1, "received ", method.splits) if measure else {}
-            self.watch(name, "trains")
-            with self._scope():
-                steps = self._train(method, model, say, name)
+            model = self._receive_broadcast(method, broadcast, name)
+            splits, local_splits = (method.eval_splits, method.local_eval_splits) if evaluate else ((), ())
+            received = self._evaluate(method, model, name, broadcast.round - 1, splits)
+            self.on_progress(name, "training")
+            with self._fork_rng():
+                num_steps = self._train_silo(method, model, broadcast, name)
             self.net.eval()
             with torch.no_grad():
-                extra, kept = method.finish(model, self.silos[name].train, steps=steps, rate=say.rate)
-            after = self._measured(method, model, name, say.round, "local ", method.local_splits) if measure else {}
-            reply = self._reply(method, model, kept, name)
+                extras, client_state = method.finish_training(
+                    model, self.silos[name].train, num_steps=num_steps, lr=broadcast.lr
+                )
+            local = self._evaluate(method, model, name, broadcast.round, local_splits)
+            tensors = self._store_client_state(method, model, client_state, name)
             yield Reply(
-                who=name,
-                size=len(self.silos[name].train.y),
-                tensors=reply,
-                answers={**before, **after},
-                extra=extra,
-                received_bytes=size_in_bytes(model.received) + size_in_bytes(say.sent),
-                sent_bytes=size_in_bytes(reply) + size_in_bytes(extra),
+                silo_name=name,
+                num_examples=len(self.silos[name].train.y),
+                tensors=tensors,
+                evaluations=Evaluations(received, local),
+                extras=extras,
+                received_bytes=size_in_bytes(model.received_state) + size_in_bytes(broadcast.extras),
+                sent_bytes=size_in_bytes(tensors) + size_in_bytes(extras),
                 seconds=time.perf_counter() - started,
             )
 
-    def ask(self, method: Method, task: str, say: Broadcast, on: Sequence[Split]) -> Iterator[Reply]:
-        for name in sorted(say.who):
+    def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
+        for name in sorted(broadcast.participants):
             started = time.perf_counter()
-            self.watch(name, task)
-            model = self._receive(method, say, name)
-            answers = self._answers(method, task, model, name, say.round, on)
+            self.on_progress(name, task)
+            model = self._receive_broadcast(method, broadcast, name)
+            answers = self._answer_query(method, task, model, name, broadcast.round, splits)
             yield Reply(
-                who=name,
-                size=len(self.silos[name].train.y),
+                silo_name=name,
+                num_examples=len(self.silos[name].train.y),
                 answers=answers,
-                received_bytes=size_in_bytes(model.received) + size_in_bytes(say.sent),
+                received_bytes=size_in_bytes(model.received_state) + size_in_bytes(broadcast.extras),
                 sent_bytes=sum(size_in_bytes(answer) for answer in answers.values()),
                 seconds=time.perf_counter() - started,
             )
 
-    def _placed(self, silo: Silo) -> Silo:
-        def placed(part: Part) -> Part:
-            return Part(laid_out(part.x.to(self.device, self.dtype)), part.y.to(self.device))
+    def _move_to_device(self, silo: Silo) -> Silo:
+        def move(examples: Examples) -> Examples:
+            return Examples(to_channels_last(examples.x.to(self.device, self.dtype)), examples.y.to(self.device))
 
-        return Silo(silo.name, placed(silo.train), placed(silo.validation), placed(silo.test), silo.domain)
+        return Silo(silo.name, move(silo.train), move(silo.validation), move(silo.test), silo.domain)
 
-    def _receive(self, method: Method, say: Broadcast, name: str) -> Model:
-        """Bind the network to what this silo receives and to what it kept; the broadcast itself stays untouched."""
-        row = say.access[say.silos.index(name)]
-        said = gathered(say.state, row)
-        kept = still_true(self.memory.get(name) or self._first(method, name), row)
-        own = {n: kept.get(n, self.initial[n]) for n in method.keeps(self.net)}
-        load(self.net, {**said, **own})
-        placed = self.net.state_dict()
-        received = {n: placed[n].clone() for n in said}  # in the network's layout, whatever that of the message
-        rest = {n: t for n, t in kept.items() if n not in own}
-        params = {n: p for n, p in self.net.named_parameters() if p.requires_grad}
-        sent = {n: laid_out(t.to(self.device)) for n, t in say.sent.items()}
-        return Model(self.net, params, sent=sent, received=received, kept=rest)
+    def _receive_broadcast(self, method: Method, broadcast: Broadcast, name: str) -> ClientModel:
+        """Copy what this silo receives and its client state into the network; the broadcast itself never changes."""
+        access_row = broadcast.access[broadcast.silo_names.index(name)]
+        model_state = gather_accessible_rows(broadcast.model_state, access_row)
+        client_state = self.client_states.get(name) or self._make_client_state(method, name)
+        client_state = drop_stale_optimizer_state(client_state, access_row)
+        local_tensors = {n: client_state.get(n, self.initial_tensors[n]) for n in method.client_state_names(self.net)}
+        copy_into_network(self.net, {**model_state, **local_tensors})
+        network_tensors = self.net.state_dict()
+        return ClientModel(
+            self.net,
+            {n: p for n, p in self.net.named_parameters() if p.requires_grad},
+            extras={n: to_channels_last(t.to(self.device)) for n, t in broadcast.extras.items()},
+            received_state={n: network_tensors[n].clone() for n in model_state},  # in the network's memory layout
+            client_state={n: t for n, t in client_state.items() if n not in local_tensors},
+        )
 
-    def _first(self, method: Method, name: str) -> State:
-        """What a silo keeps that never trained, or lost what it kept."""
-        first = method.first(self.net, key(self.seed, name, "first"))
-        return {n: t.to(self.device, self.dtype) for n, t in first.items()}
+    def _make_client_state(self, method: Method, name: str) -> Tensors:
+        """Return the state of a client that has not trained yet, or that lost its state."""
+        noise_key = derive_key(self.seed, name, addresses.INITIAL_CLIENT_STATE)
+        client_state = method.initial_client_state(self.net, noise_key)
+        return {n: t.to(self.device, self.dtype) for n, t in client_state.items()}
 
-    def _train(self, method: Method, model: Model, say: Broadcast, name: str) -> int:
-        """Local training; returns the number of steps."""
-        local, part = method.local, self.silos[name].train
+    def _train_silo(self, method: Method, model: ClientModel, broadcast: Broadcast, name: str) -> int:
+        """Train locally and return the number of steps."""
+        local, examples = method.local, self.silos[name].train
         self.net.train()
         optimizers = []
-        for update in method.updates(say):
-            params = {n: p for n, p in model.params.items() if update.learns(n)}
-            times = {n: update.rate(n) for n in params}
-            optimizers.append((update, Optimizer(local, params, say.rate, times)))
-        if not local.fresh:
-            restore(model, [optimizer for _, optimizer in optimizers])
+        for update in method.make_updates(broadcast):
+            params = {n: p for n, p in model.params.items() if update.is_trainable(n)}
+            lr_multipliers = {n: update.lr_multiplier(n) for n in params}
+            optimizers.append((update, NamedOptimizer(local, params, broadcast.lr, lr_multipliers)))
+        if not local.reset_optimizer:
+            unpack_optimizer_state(model, [optimizer for _, optimizer in optimizers])
         step = 0
         for epoch in range(local.epochs):
-            order = permutation(key(self.seed, name, say.round, epoch, "order"), len(part.y), self.device)
-            for cut in batches(len(part.y), local.batch):
-                index = order[cut]
-                batch = Batch(part.x[index], part.y[index], step, epoch)
-                self._draw(key(self.seed, name, say.round, step, "train"))
+            noise_key = derive_key(self.seed, name, broadcast.round, epoch, addresses.BATCH_ORDER)
+            order = permutation(noise_key, len(examples.y), self.device)
+            for batch_slice in iterate_batch_slices(len(examples.y), local.batch_size):
+                indices = order[batch_slice]
+                x, y = examples.x[indices], examples.y[indices]
+                self._seed_noise(derive_key(self.seed, name, broadcast.round, step, addresses.TRAINING_STEP))
                 for update, optimizer in optimizers:
-                    with self._precise():
-                        loss = update.loss(model, batch)
-                    descend(method, model, loss, optimizer)
+                    with self._autocast():
+                        loss = update.loss(model, Batch(x, y, step, epoch if update.per_epoch else 0))
+                    apply_update(method, model, loss, optimizer)
                 step += 1
-        if not local.fresh:
-            model.kept |= saved([optimizer for _, optimizer in optimizers])
-            model.kept[WORDS] = indices(say.access[say.silos.index(name)])
+        if not local.reset_optimizer:
+            model.client_state |= pack_optimizer_state([optimizer for _, optimizer in optimizers])
+            access_row = broadcast.access[broadcast.silo_names.index(name)]
+            model.client_state[OPTIMIZER_CODEWORDS] = codeword_indices(access_row)
         return step
 
-    def _measured(
-        self, method: Method, model: Model, name: str, round_: int, prefix: str, on: Sequence[Split]
-    ) -> dict[str, State]:
-        """Measurements, addressed by the round whose model is measured."""
-        self.watch(name, "measures")
-        return {prefix + s: a for s, a in self._answers(method, "measure", model, name, round_, on).items()}
+    def _evaluate(
+        self, method: Method, model: ClientModel, name: str, round_number: int, splits: Sequence[Split]
+    ) -> dict[str, Tensors]:
+        """Return metric sums by split; their noise is addressed by the round of the evaluated model."""
+        if not splits:
+            return {}
+        self.on_progress(name, "evaluating")
+        return self._answer_query(method, "evaluate", model, name, round_number, splits)
 
-    def _answers(
-        self, method: Method, task: str, model: Model, name: str, round_: int, on: Sequence[Split]
-    ) -> dict[str, State]:
-        """A task over parts of a silo's data: sums over batches, or one answer from the whole. No data, no answer."""
-        with self._scope():
-            return self._asked(method, task, model, name, round_, on)
+    def _answer_query(
+        self, method: Method, task: str, model: ClientModel, name: str, round_number: int, splits: Sequence[Split]
+    ) -> dict[str, Tensors]:
+        """Run a client task per split: sums over batches, or one answer from all examples. Skip empty splits."""
+        with self._fork_rng():
+            return self._run_task(method, task, model, name, round_number, splits)
 
-    def _asked(
-        self, method: Method, task: str, model: Model, name: str, round_: int, on: Sequence[Split]
-    ) -> dict[str, State]:
-        do = getattr(method, task)
-        answers: dict[str, State] = {}
+    def _run_task(
+        self, method: Method, task: str, model: ClientModel, name: str, round_number: int, splits: Sequence[Split]
+    ) -> dict[str, Tensors]:
+        client_task = method.client_tasks[task]
+        answers: dict[str, Tensors] = {}
         self.net.eval()
-        for split in on:
-            part = self.silos[name].part(split)
-            size = len(part.y) if getattr(do, "whole", False) else method.local.evaluation_batch
-            answer: State = {}
-            for i, cut in enumerate(batches(len(part.y), max(size, 1))):
-                self._draw(key(self.seed, name, round_, i, task, split))
-                with torch.no_grad(), self._precise():
-                    sums = do(model, Batch(part.x[cut], part.y[cut], i))
+        for split in splits:
+            examples = self.silos[name].examples(split)
+            batch_size = len(examples.y) if client_task.needs_full_split else method.local.eval_batch_size
+            answer: Tensors = {}
+            for i, batch_slice in enumerate(iterate_batch_slices(len(examples.y), max(batch_size, 1))):
+                self._seed_noise(derive_key(self.seed, name, round_number, i, addresses.TASKS.get(task, task), split))
+                with torch.no_grad(), self._autocast():
+                    sums = client_task.compute(model, Batch(examples.x[batch_slice], examples.y[batch_slice], i))
                 answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
             if answer:
                 answers[split] = answer
         return answers
 
-    def _reply(self, method: Method, model: Model, kept: State, name: str) -> State:
-        """What goes back; what the method keeps stays here."""
-        stays = set(method.keeps(self.net))
-        state = {n: t.detach().clone() for n, t in self.net.state_dict().items()}
-        self.memory[name] = {**model.kept, **kept, **{n: state[n] for n in stays}}
-        return {n: t for n, t in state.items() if n not in stays}
+    def _store_client_state(self, method: Method, model: ClientModel, client_state: Tensors, name: str) -> Tensors:
+        """Store the client state and return the tensors of the reply."""
+        local_names = set(method.client_state_names(self.net))
+        tensors = {n: t.detach().clone() for n, t in self.net.state_dict().items()}
+        self.client_states[name] = {**model.client_state, **client_state, **{n: tensors[n] for n in local_names}}
+        return {n: t for n, t in tensors.items() if n not in local_names}
 
-    def _precise(self) -> AbstractContextManager[object]:
-        """Half precision where it was asked for; words and sums stay in full."""
-        if self.multiply != "bf16":
+    def _autocast(self) -> AbstractContextManager[object]:
+        """Return the context of half-precision products; codewords and sums keep full precision."""
+        if self.matmul_precision != "bf16":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
-    def _draw(self, address: int) -> None:
-        """Address the next draws: our layers' by key, whatever else a user's network draws by torch's generators."""
-        set_key(self._noises, address)
-        torch.default_generator.manual_seed(address)
+    def _seed_noise(self, noise_key: int) -> None:
+        """Set the key of our noise layers, and torch's generators for other random layers of a network."""
+        set_noise_key(self._noise_layers, noise_key)
+        torch.default_generator.manual_seed(noise_key)
         if self.device.type == "cuda":
-            torch.cuda.manual_seed(address)
+            torch.cuda.manual_seed(noise_key)
 
-    def _scope(self) -> AbstractContextManager[None]:
-        """In which seeds are ours; afterwards torch's generators stand where the user had them."""
+    def _fork_rng(self) -> AbstractContextManager[None]:
+        """Return a context that restores the user's torch generators on exit."""
         return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
 
-def choose_kernels(*, tf32: bool, repeatable: bool = True) -> None:
-    """Choose CUDA kernels for the whole process: those that give the same bits twice, or those that win a race.
+def choose_kernels(*, tf32: bool, deterministic: bool = True) -> None:
+    """Choose CUDA kernels for the whole process: deterministic ones, or those that are fastest in a benchmark.
 
-    With `tf32`, products round their factors to 10 bits, which tensor cores want.
+    With `tf32`, matrix products round their factors to 10 bits, as tensor cores require.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(repeatable, warn_only=True)  # where there is no such kernel, torch warns
-    torch.backends.cudnn.benchmark = not repeatable
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)  # torch warns if no such kernel exists
+    torch.backends.cudnn.benchmark = not deterministic
     # A debugging aid that writes every tensor twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def foreign(net: nn.Module) -> bool:
-    """Whether a network has torch's own dropout, whose draws have no address."""
+def has_torch_dropout(net: nn.Module) -> bool:
+    """Return whether a network has torch's dropout, whose draws are not addressed."""
     return any(isinstance(m, nn.modules.dropout._DropoutNd) for m in net.modules())
 
 
-def laid_out(tensor: Tensor) -> Tensor:
-    """Images with channels last: a checkpoint forgets the layout, and convolutions round differently in each."""
+def to_channels_last(tensor: Tensor) -> Tensor:
+    """Return images with channels last: checkpoints lose the layout, and convolutions round differently in each."""
     return torch.empty_like(tensor, memory_format=torch.channels_last).copy_(tensor) if tensor.dim() == 4 else tensor
 
 
-def load(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a network; a codebook takes the size of what it is given."""
+def copy_into_network(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into a network; parameters, such as codewords, are resized if necessary."""
     with torch.no_grad():
         for name, tensor in tensors.items():
             owner, _, leaf = name.rpartition(".")
             module = net.get_submodule(owner)
-            old = getattr(module, leaf)
-            if old.shape == tensor.shape:
-                old.copy_(tensor)
-            elif isinstance(old, nn.Parameter):
-                setattr(module, leaf, nn.Parameter(tensor.to(old.device, old.dtype).clone(), old.requires_grad))
+            target = getattr(module, leaf)
+            if target.shape == tensor.shape:
+                target.copy_(tensor)
+            elif isinstance(target, nn.Parameter):
+                setattr(
+                    module, leaf, nn.Parameter(tensor.to(target.device, target.dtype).clone(), target.requires_grad)
+                )
             else:
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the network needs {tuple(old.shape)}")
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the network needs {tuple(target.shape)}")
 
 
-def descend(method: Method, model: Model, loss: Tensor, optimizer: Optimizer) -> None:
-    """One update of some weights down one loss."""
+def apply_update(method: Method, model: ClientModel, loss: Tensor, optimizer: NamedOptimizer) -> None:
+    """Update the optimizer's weights by the gradients of a loss."""
     params = optimizer.params
-    found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-    gradients = method.adjust(model, {n: g for n, g in zip(params, found) if g is not None})
-    optimizer.step(dict(zip(gradients, method.local.clipped(list(gradients.values())))))
+    computed = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    gradients = method.adjust_gradients(model, {n: g for n, g in zip(params, computed) if g is not None})
+    optimizer.step(dict(zip(gradients, method.local.clip_gradients(list(gradients.values())))))
 
 
-def saved(optimizers: Sequence[Optimizer]) -> State:
-    """Optimiser state as named tensors."""
+def pack_optimizer_state(optimizers: Sequence[NamedOptimizer]) -> Tensors:
+    """Return optimizer state as named tensors: `optimizer.<update>.<entry>.<weight>`."""
     return {
-        f"{OPTIMIZER}{i}.{entry}.{param}": value
+        f"{OPTIMIZER_PREFIX}{i}.{entry}.{param}": value
         for i, optimizer in enumerate(optimizers)
         for param, state in optimizer.state.items()
         for entry, value in state.items()
     }
 
 
-def indices(row: Tensor) -> Tensor:
-    """A row of the ledger as the numbers of its words."""
-    return row.cpu().nonzero()[:, 0]
+def codeword_indices(access_row: Tensor) -> Tensor:
+    """Return the indices of the codewords of an access row."""
+    return access_row.cpu().nonzero()[:, 0]
 
 
-def still_true(kept: State, row: Tensor) -> State:
-    """What a silo kept, without the optimiser's state of words, if these are other words now."""
-    if WORDS not in kept or torch.equal(kept[WORDS].cpu(), indices(row)):
-        return kept
-    return {n: t for n, t in kept.items() if not (n.startswith(OPTIMIZER) and is_words(n.split(".", 3)[-1]))}
+def drop_stale_optimizer_state(client_state: Tensors, access_row: Tensor) -> Tensors:
+    """Return the client state without the optimizer state of codewords, if the silo's codewords have changed."""
+    if OPTIMIZER_CODEWORDS not in client_state or torch.equal(
+        client_state[OPTIMIZER_CODEWORDS].cpu(), codeword_indices(access_row)
+    ):
+        return client_state
+    return {
+        n: t
+        for n, t in client_state.items()
+        if not (n.startswith(OPTIMIZER_PREFIX) and is_codeword_tensor(n.split(".", 3)[-1]))
+    }
 
 
-def restore(model: Model, optimizers: Sequence[Optimizer]) -> None:
-    """Give optimisers back what a silo kept of them; where words came or went, theirs starts afresh as a whole."""
-    found: dict[tuple[int, str], State] = {}
-    for name, value in model.kept.items():
-        if name.startswith(OPTIMIZER) and name != WORDS:
-            i, entry, param = name.removeprefix(OPTIMIZER).split(".", 2)
-            found.setdefault((int(i), param), {})[entry] = value
-    for (at, param), state in found.items():
+def unpack_optimizer_state(model: ClientModel, optimizers: Sequence[NamedOptimizer]) -> None:
+    """Restore optimizer state from the client state; a weight whose shape has changed starts without state."""
+    states: dict[tuple[int, str], Tensors] = {}
+    for name, value in model.client_state.items():
+        if name.startswith(OPTIMIZER_PREFIX) and name != OPTIMIZER_CODEWORDS:
+            update, entry, param = name.removeprefix(OPTIMIZER_PREFIX).split(".", 2)
+            states.setdefault((int(update), param), {})[entry] = value
+    for (i, param), state in states.items():
         if all(value.dim() == 0 or value.shape == model.params[param].shape for value in state.values()):
-            optimizers[at].state[param] = {n: value.clone() for n, value in state.items()}
+            optimizers[i].state[param] = {entry: value.clone() for entry, value in state.items()}

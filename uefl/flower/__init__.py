@@ -1,11 +1,11 @@
-"""The federation across machines, on Flower: what a silo runs, and how the server finds and reaches silos.
+"""Federations over Flower: the engine, both ends of the wire, simulation and deployment.
 
-The engine itself is `uefl.engines.flower`. Only these files import flwr, and only when they are imported themselves.
+Only this folder imports flwr, and no other part of the package imports this folder at module level.
 """
 
 import os
 
-from uefl.flower.quiet import QUIET
+from uefl.flower.environment import FLOWER_ENVIRONMENT
 
-for _name, _value in QUIET.items():  # before the first import of flwr, which reads some of them only then
+for _name, _value in FLOWER_ENVIRONMENT.items():  # set before the first import of flwr, which reads some of them once
     os.environ.setdefault(_name, _value)

@@ -1,4 +1,4 @@
-"""Who may speak with whom: a certificate authority, the coordinator's certificate, and a key for every silo."""
+"""Create the certificate authority, the coordinator's certificate and one key pair per silo."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-DAYS = 825  # of a certificate; `uefl deploy init` into a new folder makes new ones
+VALID_DAYS = 825  # lifetime of a certificate; `uefl deploy init` in a new folder creates new ones
 
 
-def authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """A new authority: `ca.crt` is for everyone, `ca.key` for nobody but who issues certificates."""
+def create_authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """Create an authority: `ca.crt` is public; `ca.key` signs certificates and stays offline."""
     key = ec.generate_private_key(ec.SECP384R1())
-    name = _named("uefl certificate authority")
-    signing = x509.KeyUsage(
+    name = _make_common_name("uefl certificate authority")
+    key_usage = x509.KeyUsage(
         digital_signature=True,
         content_commitment=False,
         key_encipherment=False,
@@ -33,56 +33,57 @@ def authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKe
         decipher_only=False,
     )
     certificate = (
-        _certificate(name, name, key)
+        _make_builder(name, name, key)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(signing, critical=True)
+        .add_extension(key_usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA384())
     )
-    write(folder / "ca.crt", certificate.public_bytes(Encoding.PEM))
-    secret(folder / "ca.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    write_public_file(folder / "ca.crt", certificate.public_bytes(Encoding.PEM))
+    write_secret_file(folder / "ca.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return certificate, key
 
 
-def server(
-    folder: Path, names: Sequence[str], ca: x509.Certificate, signer: ec.EllipticCurvePrivateKey
+def create_server_certificate(
+    folder: Path, hosts: Sequence[str], ca: x509.Certificate, ca_key: ec.EllipticCurvePrivateKey
 ) -> x509.Certificate:
-    """The coordinator's certificate, for these host names and addresses."""
+    """Create the coordinator's certificate for these host names and addresses."""
     key = ec.generate_private_key(ec.SECP384R1())
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
     certificate = (
-        _certificate(_named(names[0]), ca.subject, key)
-        .add_extension(x509.SubjectAlternativeName([_host(name) for name in names]), critical=False)
+        _make_builder(_make_common_name(hosts[0]), ca.subject, key)
+        .add_extension(x509.SubjectAlternativeName([_make_general_name(name) for name in hosts]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(issuer, critical=False)
-        .sign(signer, hashes.SHA384())
+        .sign(ca_key, hashes.SHA384())
     )
-    write(folder / "server.crt", certificate.public_bytes(Encoding.PEM))
-    secret(folder / "server.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    write_public_file(folder / "server.crt", certificate.public_bytes(Encoding.PEM))
+    write_secret_file(folder / "server.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     return certificate
 
 
-def node_key(private: Path, public: Path) -> None:
-    """A silo's key pair, in the form `ssh-keygen -t ecdsa -b 384` gives it."""
+def create_node_key(private: Path, public: Path) -> None:
+    """Create a silo's key pair in the format of `ssh-keygen -t ecdsa -b 384`."""
     key = ec.generate_private_key(ec.SECP384R1())
-    secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    write_secret_file(private, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    write_public_file(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
 
 
-def write(path: Path, content: bytes) -> None:
+def write_public_file(path: Path, content: bytes) -> None:
+    """Write a file and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 
 
-def secret(path: Path, content: bytes) -> None:
-    """A file only its owner can read, from its first byte on."""
+def write_secret_file(path: Path, content: bytes) -> None:
+    """Write a new file that only its owner can ever read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 
-def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _make_builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -91,15 +92,15 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePri
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
-        .not_valid_after(now + datetime.timedelta(days=DAYS))
+        .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
     )
 
 
-def _named(name: str) -> x509.Name:
+def _make_common_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
-def _host(name: str) -> x509.GeneralName:
+def _make_general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

@@ -1,7 +1,7 @@
-"""What runs at a silo: it rebuilds the method from its name and fields, and runs the serial engine on its own data.
+"""The client app of a silo: it rebuilds the method from name and settings, and runs the serial engine on local data.
 
-A message names what to do; the code that does it is installed here. What a silo does not know, it refuses, in one line
-that the server shows beside the silo's name.
+A message names the work; the code is installed at the silo. The silo rejects unknown names with one line, which the
+server shows beside the silo's name.
 """
 
 from __future__ import annotations
@@ -15,119 +15,138 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from uefl.data.places import cache_folder
-from uefl.engines.serial import Serial
-from uefl.errors import InputError
-from uefl.experiment import DTYPES, Experiment
-from uefl.federation import Broadcast, Reply, State, is_words
-from uefl.flower import silo as silos
-from uefl.flower.kept import Kept
-from uefl.flower.wire import body, flat, halved, packed, tensors, whole
+from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.federation import Broadcast, Reply, Tensors, is_codeword_tensor
+from uefl.core.paths import get_cache_folder
+from uefl.engines.serial import SerialEngine
+from uefl.experiment.experiment import DTYPES, Experiment
+from uefl.flower.client_state import ClientStateStore
+from uefl.flower.node_data import NodeData, NodeDataLoader, align_labels, load_node_data
+from uefl.flower.wire import cast_from_half, cast_to_half, flatten_answers, pack_content, read_payload, read_tensors
 
 log = logging.getLogger("uefl")
 
 
-class Visit(NamedTuple):
-    """One message at one silo, and what the silo itself says about where it keeps things and computes."""
+class Request(NamedTuple):
+    """One message at one silo, with the data, state folder and device that the node itself configures."""
 
     message: Message
     experiment: Experiment
-    mine: silos.Own
-    folder: Path
+    node_data: NodeData
+    state_folder: Path
     device: str
 
     @property
-    def order(self) -> dict[str, Any]:
-        return body(self.message)
+    def payload(self) -> dict[str, Any]:
+        return read_payload(self.message)
 
 
-def client_app(find: silos.Find = silos.find, state: Path | None = None) -> ClientApp:
-    """The app a node runs. `find` says which silo a node is, `state` where it keeps things unless the node says."""
+def make_client_app(load_data: NodeDataLoader = load_node_data, state_folder: Path | None = None) -> ClientApp:
+    """Return the app of a node. `state_folder` is used if the node configuration has no `state_path`."""
     app = ClientApp()
 
-    def answering(do: Callable[[Visit], RecordDict]) -> Callable[[Message, Context], Message]:
-        def answer(message: Message, context: Context) -> Message:
-            node = context.node_config
-            name = str(node.get("silo", ""))
+    def make_handler(handle: Callable[[Request], RecordDict]) -> Callable[[Message, Context], Message]:
+        def reply_to(message: Message, context: Context) -> Message:
+            node_config = context.node_config
+            silo_name = str(node_config.get("silo", ""))
             try:
-                experiment = Experiment.of(body(message).get("experiment", {}))
-                mine = find(experiment, node)
-                name = mine.silo.name
-                folder = Path(str(node.get("state", state or cache_folder() / "state")))
-                content = do(Visit(message, experiment, mine, folder, str(node.get("device", "cpu"))))
-            except Exception as e:  # whatever it is, the server hears one line, and the silo's own log has the rest
-                log.exception("silo %s refuses", name)
-                content = packed({"silo": name, "refused": _line(e)})
+                experiment = Experiment.from_config(read_payload(message).get("experiment", {}))
+                node_data = load_data(experiment, node_config)
+                silo_name = node_data.silo.name
+                folder = Path(str(node_config.get("state_path", state_folder or get_cache_folder() / "state")))
+                device = str(node_config.get("device", "cpu"))
+                content = handle(Request(message, experiment, node_data, folder, device))
+            except Exception as e:  # the server receives one line; the silo's log has the traceback
+                log.exception("silo %s rejected a message", silo_name or "?")
+                content = pack_content({"silo": silo_name, "rejected": _format_error(e)})
             return Message(content, reply_to=message)
 
-        return answer
+        return reply_to
 
-    app.query()(answering(introduce))
-    app.train()(answering(fit))
-    app.evaluate()(answering(ask))
+    app.query()(make_handler(handle_registration))
+    app.train()(make_handler(handle_fit))
+    app.evaluate()(make_handler(handle_query))
     return app
 
 
-def introduce(visit: Visit) -> RecordDict:
-    """Who this node is: a name and counts, no data."""
-    silo, classes = visit.mine
-    facts = {"silo": silo.name, "domain": silo.domain, "size": len(silo.train.y)}
-    return packed({**facts, "shape": list(silo.test.x.shape[1:]), "classes": list(classes)})
+def handle_registration(request: Request) -> RecordDict:
+    """Return the silo's name, domain, counts and class names; no data."""
+    silo, classes = request.node_data
+    image_shape = list(silo.test.x.shape[1:])
+    payload = {"silo": silo.name, "domain": silo.domain, "num_examples": len(silo.train.y)}
+    return pack_content({**payload, "image_shape": image_shape, "classes": list(classes)})
 
 
-def fit(visit: Visit) -> RecordDict:
-    """Measure the model received, train it, measure what became of it; keep what the method keeps."""
-    order, method = visit.order, visit.experiment.method
-    engine, say, kept, note = _ready(visit, order)
-    (reply,) = engine.fit(method, say, measure=bool(order["measure"]))
-    memory = engine.memory[reply.who]
-    if memory:
-        kept.write(memory, say.round, int(order["accepted"]))
-    return _reply(reply, order, note, keeps=bool(memory))
+def handle_fit(request: Request) -> RecordDict:
+    """Evaluate and train the received model, and store the method's client state."""
+    payload = request.payload
+    engine, broadcast, store, note = _prepare_engine(request, payload)
+    (reply,) = engine.fit(request.experiment.method, broadcast, evaluate=bool(payload["evaluate"]))
+    client_state = engine.client_states[reply.silo_name]
+    if client_state:
+        store.write(client_state, broadcast.round, int(payload["accepted_round"]))
+    return _make_reply(reply, payload, note, has_client_state=bool(client_state))
 
 
-def ask(visit: Visit) -> RecordDict:
-    """Answer a task of the method."""
-    order, method = visit.order, visit.experiment.method
-    task = str(order["task"])
-    if task.startswith("_") or not callable(getattr(type(method), task, None)):
-        raise InputError(f"method {visit.experiment.name} has no task '{task}'")
-    engine, say, _, note = _ready(visit, order)
-    (reply,) = engine.ask(method, task, say, order["on"])
-    return _reply(reply, order, note)
+def handle_query(request: Request) -> RecordDict:
+    """Run one of the method's client tasks."""
+    payload, method = request.payload, request.experiment.method
+    task = str(payload["task"])
+    if task not in method.client_tasks:
+        raise unknown_value_error(f"task of {request.experiment.method_name}", task, method.client_tasks)
+    engine, broadcast, _, note = _prepare_engine(request, payload)
+    (reply,) = engine.query(method, task, broadcast, payload["splits"])
+    return _make_reply(reply, payload, note)
 
 
-def _ready(visit: Visit, order: dict[str, Any]) -> tuple[Serial, Broadcast, Kept, str]:
-    """The serial engine with this one silo, what was said to it, and what it kept."""
-    experiment, name = visit.experiment, visit.mine.silo.name
-    if order["silo"] != name:
-        raise InputError(f"this message is for silo {order['silo']}, this node is {name}")
-    silo = silos.aligned(visit.mine, tuple(order["classes"]))
-    shape, here = tuple(order["shape"]), tuple(silo.test.x.shape[1:])
-    if here != shape:
-        raise InputError(f"images here are {here}, the federation's are {shape}; say data.size")
-    net = experiment.network(shape, len(order["classes"]))
-    engine = Serial([silo], net, seed=experiment.seed, dtype=DTYPES[experiment.precision], device=visit.device)
-    kept = Kept(visit.folder, str(order["run"]), name)
-    memory, note = kept.read(int(order["accepted"]))
-    engine.memory[name] = _placed(memory, engine)
-    state, sent = (_placed(whole(tensors(visit.message, kind), engine.dtype), engine) for kind in ("state", "sent"))
-    words = next((len(t) for n, t in state.items() if is_words(n)), 0)
-    access = torch.ones(1, words, dtype=torch.bool)  # all that came is its own
-    say = Broadcast(int(order["round"]), state, (name,), access, sent, (name,), float(order["rate"]))
-    return engine, say, kept, note
+def _prepare_engine(request: Request, payload: dict[str, Any]) -> tuple[SerialEngine, Broadcast, ClientStateStore, str]:
+    """Return a serial engine with this silo and its client state, the broadcast, the state's store and a note."""
+    experiment, name = request.experiment, request.node_data.silo.name
+    if payload["silo"] != name:
+        raise InputError(f"the message is addressed to silo {payload['silo']}, but this node is silo {name}")
+    silo = align_labels(request.node_data, tuple(payload["classes"]))
+    image_shape, local_shape = tuple(payload["image_shape"]), tuple(silo.test.x.shape[1:])
+    if local_shape != image_shape:
+        raise InputError(
+            f"this silo's images have shape {local_shape}, but the federation uses {image_shape}; set data.image_size"
+        )
+    net = experiment.build_network(image_shape, len(payload["classes"]))
+    engine = SerialEngine([silo], net, seed=experiment.seed, dtype=DTYPES[experiment.precision], device=request.device)
+    store = ClientStateStore(request.state_folder, str(payload["run_id"]), name)
+    client_state, note = store.read(int(payload["accepted_round"]))
+    engine.client_states[name] = _move_to_device(client_state, engine)
+    model_state, extras = (
+        _move_to_device(cast_from_half(read_tensors(request.message, record), engine.dtype), engine)
+        for record in ("model_state", "extras")
+    )
+    num_codewords = next((len(t) for n, t in model_state.items() if is_codeword_tensor(n)), 0)
+    access = torch.ones(1, num_codewords, dtype=torch.bool)  # a silo receives only codewords it may use
+    broadcast = Broadcast(int(payload["round"]), model_state, (name,), access, extras, (name,), float(payload["lr"]))
+    return engine, broadcast, store, note
 
 
-def _placed(state: State, engine: Serial) -> State:
-    return {n: t.to(engine.device) for n, t in state.items()}
+def _move_to_device(tensors: Tensors, engine: SerialEngine) -> Tensors:
+    return {n: t.to(engine.device) for n, t in tensors.items()}
 
 
-def _reply(reply: Reply, order: dict[str, Any], note: str, *, keeps: bool = False) -> RecordDict:
-    told = {"silo": reply.who, "size": reply.size, "seconds": reply.seconds, "note": note, "keeps": keeps}
-    small = halved if order["half"] else dict
-    return packed(told, tensors=small(reply.tensors), extra=small(reply.extra), answers=flat(reply.answers))
+def _make_reply(reply: Reply, payload: dict[str, Any], note: str, *, has_client_state: bool = False) -> RecordDict:
+    reply_payload = {
+        "silo": reply.silo_name,
+        "num_examples": reply.num_examples,
+        "seconds": reply.seconds,
+        "note": note,
+        "has_client_state": has_client_state,
+    }
+    compress = cast_to_half if payload["half_precision"] else dict
+    sums = {"answers": reply.answers, "received": reply.evaluations.received, "local": reply.evaluations.local}
+    return pack_content(
+        reply_payload,
+        tensors=compress(reply.tensors),
+        extras=compress(reply.extras),
+        **{record: flatten_answers(by_split) for record, by_split in sums.items()},
+    )
 
 
-def _line(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"

@@ -1,7 +1,6 @@
-"""What the coordinator runs: no data, no keys, only the loop that every run goes through.
+"""The server app of the coordinator: it runs the loop that every run uses, without data and without keys.
 
-The same app runs simulated and deployed. Starting it again with the same settings goes on where the last complete
-round stands.
+The same app runs simulated and deployed. With the same settings it resumes a run after the last complete round.
 """
 
 from __future__ import annotations
@@ -16,80 +15,83 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from uefl.checkpoint import write_text
-from uefl.commands.compare import show
-from uefl.commands.words import spoken
-from uefl.display import Display
-from uefl.errors import InputError, Stopped
-from uefl.experiment import Experiment
-from uefl.flower.census import Fact, Patience
-from uefl.flower.connect import agreed, connect
-from uefl.run import Listener, Setting, drive, networked
+from uefl.core.errors import InputError, ResumableError
+from uefl.experiment.comparison import print_results
+from uefl.experiment.experiment import Experiment
+from uefl.experiment.files import write_text
+from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.progress import ProgressDisplay
+from uefl.experiment.run import Listener, RunContext, require_network_support, run_with_clients
+from uefl.flower.connect import agree_on_shape_and_classes, connect
+from uefl.flower.silo_registry import RoundPolicy, SiloInfo
+
+POLL_INTERVAL_SECONDS = 0.5  # every poll is a request to the SuperLink
 
 
-def server_app() -> ServerApp:
-    """The app the coordinator runs; its settings are the run configuration's."""
+def make_server_app() -> ServerApp:
+    """Return the app of the coordinator; its settings are the run configuration."""
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        console, config = Console(width=120, highlight=False), dict(context.run_config)
+        console, run_config = Console(width=120, highlight=False), dict(context.run_config)
         try:
-            ((name, experiment),) = asked(config).items()
-            with Display(console) as display:
-                folder = serve(grid, experiment, config, listen=lambda event: display.hear(name, event))
-            show({name: folder}, folder.parent, console)
-        except (InputError, Stopped) as e:
+            ((name, experiment),) = parse_run_config(run_config).items()
+            with ProgressDisplay(console) as display:
+                folder = serve(grid, experiment, run_config, on_event=lambda event: display.on_event(name, event))
+            print_results({name: folder}, folder.parent, console)
+        except (InputError, ResumableError) as e:
             console.print(f"uefl: {e}", soft_wrap=True)
             raise
 
     return app
 
 
-def asked(config: dict[str, Any]) -> dict[str, Experiment]:
-    """The experiment that a run configuration describes, in the words of the command line."""
-    words = [str(config["method"]), str(config["data"]), f"seed={config['seed']}", *str(config["settings"]).split()]
-    found = spoken(words, [], str(config["preset"]))
-    if len(found) > 1:
-        raise InputError(f"one method at a time, not {', '.join(found)}")
-    return {name: networked(experiment) for name, experiment in found.items()}
+def parse_run_config(run_config: dict[str, Any]) -> dict[str, Experiment]:
+    """Return the experiment of a run configuration, by method name; it is parsed like a command line."""
+    settings = str(run_config["settings"]).split()
+    arguments = [str(run_config["method"]), str(run_config["data"]), f"seed={run_config['seed']}", *settings]
+    experiments = parse_experiments(arguments, [], str(run_config["preset"]))
+    if len(experiments) > 1:
+        raise InputError(f"choose one method, not {', '.join(experiments)}")
+    return {name: require_network_support(experiment) for name, experiment in experiments.items()}
 
 
-def serve(grid: Grid, experiment: Experiment, config: dict[str, Any], *, listen: Listener) -> Path:
-    """Run an experiment with the silos behind this grid, or go on with it."""
-    root, silos = Path(str(config["out"])), int(config["silos"])
-    patience = Patience(
-        wait=float(config["wait"]),
-        deadline=float(config["deadline"]),
-        quorum=int(config["quorum"]),
-        retries=int(config["retries"]),
-        poll=0.5,  # seconds, and a request to the SuperLink each time
+def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_event: Listener) -> Path:
+    """Run or resume an experiment with the silos behind this grid; return the run folder."""
+    root = Path(str(run_config["out"]))
+    policy = RoundPolicy(
+        connect_timeout=float(run_config["connect_timeout"]),
+        reply_timeout=float(run_config["reply_timeout"]),
+        quorum=int(run_config["quorum"]),
+        retries=int(run_config["retries"]),
+        poll_interval=POLL_INTERVAL_SECONDS,
     )
-    # The server cannot see the data, so the federation's name stands for them: another name is another run.
-    mark = hashlib.sha256(str(config["federation"]).encode()).hexdigest()[:16]
-    run = experiment.id(mark)
-    place = root / f"silos-{run}.json"  # who takes part
-    listen({"kind": "load", "data": experiment.data.name})
+    # The server cannot read the data, so a hash of the federation's name takes the place of their fingerprint.
+    fingerprint = hashlib.sha256(str(run_config["federation_name"]).encode()).hexdigest()[:16]
+    run_id = experiment.run_id(fingerprint)
+    silos_file = root / f"silos-{run_id}.json"
+    on_event({"kind": "load", "data": experiment.data.name})
     engine = connect(
         grid,
         experiment,
-        silos=silos,
-        patience=patience,
-        half=bool(config["half"]),
-        run=run,
-        known=remembered(place),
-        hear=lambda silo, doing: listen({"kind": "silo", "silo": silo, "doing": doing}),
+        num_silos=int(run_config["num_silos"]),
+        policy=policy,
+        half_precision=bool(run_config["half_precision"]),
+        run_id=run_id,
+        known_silos=load_known_silos(silos_file),
+        on_silo_event=lambda silo, activity: on_event({"kind": "silo", "silo": silo, "activity": activity}),
     )
     root.mkdir(parents=True, exist_ok=True)
-    write_text(place, json.dumps([fact._asdict() for fact in engine.facts], indent=1) + "\n")
-    shape, classes = agreed(engine.facts)
-    setting = Setting(mark, dict(engine.domains), classes, shape, engine="flower")
-    return drive(experiment, root, setting, lambda: nullcontext(engine), listen)
+    write_text(silos_file, json.dumps([info._asdict() for info in engine.silo_infos], indent=1) + "\n")
+    image_shape, class_names = agree_on_shape_and_classes(engine.silo_infos)
+    context = RunContext(fingerprint, dict(engine.domains), class_names, image_shape, engine="flower")
+    return run_with_clients(experiment, root, context, lambda: nullcontext(engine), on_event)
 
 
-def remembered(place: Path) -> list[Fact]:
-    """Who takes part in a run that was begun before."""
-    if not place.exists():
+def load_known_silos(path: Path) -> list[SiloInfo]:
+    """Return the silos of a run that was started before."""
+    if not path.exists():
         return []
-    told = json.loads(place.read_text())
-    return [Fact(**{**f, "shape": tuple(f["shape"]), "classes": tuple(f["classes"])}) for f in told]
+    records = json.loads(path.read_text())
+    return [SiloInfo(**{**r, "image_shape": tuple(r["image_shape"]), "classes": tuple(r["classes"])}) for r in records]

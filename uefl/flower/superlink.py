@@ -1,7 +1,7 @@
-"""`python3 -m uefl.flower.superlink`: Flower's SuperLink, which also says when TLS turns somebody away.
+"""`python3 -m uefl.flower.superlink`: Flower's SuperLink, which also logs failed TLS handshakes.
 
-A handshake that fails is over before Flower hears of it, and the event loop tells nobody outside its debug mode.
-Whoever runs the coordinator must see that a node with the wrong authority or in plain text knocks.
+A failed handshake ends before Flower receives the connection, and the event loop reports it in debug mode only. The
+operator of the coordinator must see connection attempts with a wrong authority or without TLS.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from flwr.supercore.logger import log
 from flwr.superlink.cli.flower_superlink import flower_superlink
 
 
-class Spoken(ssl.SSLObject):
-    """A connection's TLS, with a line in the log if the handshake fails."""
+class LoggingSSLObject(ssl.SSLObject):
+    """The TLS side of a connection, which logs a failed handshake."""
 
     def do_handshake(self) -> None:
         try:
             super().do_handshake()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # not over yet
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):  # the handshake continues
             raise
         except ssl.SSLError as e:
-            log(WARNING, "A connection was refused, its TLS handshake failed: %s", e)
+            log(WARNING, "A connection was rejected, its TLS handshake failed: %s", e)
             raise
 
 
 if __name__ == "__main__":
-    ssl.SSLContext.sslobject_class = Spoken
+    ssl.SSLContext.sslobject_class = LoggingSSLObject
     flower_superlink()

@@ -1,7 +1,7 @@
-"""What travels: named tensors as one Flower array a record, everything else as one piece of JSON.
+"""The format of messages: the tensors of a record travel as one Flower array, everything else as one JSON text.
 
-Flower moves every array with requests of its own, at the SuperLink, the node and the app. A network's fifty tensors as
-fifty arrays cost more than most training, so they travel together, in the form of a safetensors file.
+Flower transfers every array with separate requests, at the SuperLink, the node and the app. One array for each tensor
+of a network would take longer than most training, so they travel together, in the format of a safetensors file.
 """
 
 from __future__ import annotations
@@ -17,86 +17,87 @@ from safetensors.numpy import save
 from safetensors.torch import load
 from torch import Tensor
 
-from uefl.errors import InputError
-from uefl.federation import State
+from uefl.core.errors import InputError
+from uefl.core.federation import Tensors
 
-BODY = "uefl"
-FORM = "safetensors"
-SEPARATOR = "|"  # between the name of an answer and that of its tensor
-
-
-def packed(body: Mapping[str, Any], **tensors: Mapping[str, Tensor]) -> RecordDict:
-    """A message's content. The JSON holds settings and counts, never data."""
-    records = {name: _record(state) for name, state in tensors.items() if state}
-    return RecordDict({BODY: ConfigRecord({"json": json.dumps(body)}), **records})
+PAYLOAD_RECORD = "uefl"
+ARRAY_FORMAT = "safetensors"
+SEPARATOR = "|"  # between the name of an answer and the name of its tensor
 
 
-def letter(
-    told: Mapping[str, Any],
-    node: int,
-    kind: Literal["query", "train", "evaluate"],
+def pack_content(payload: Mapping[str, Any], **records: Mapping[str, Tensor]) -> RecordDict:
+    """Return the content of a message. The JSON payload holds settings and counts, never data."""
+    arrays = {name: _make_array_record(tensors) for name, tensors in records.items() if tensors}
+    return RecordDict({PAYLOAD_RECORD: ConfigRecord({"json": json.dumps(payload)}), **arrays})
+
+
+def make_message(
+    payload: Mapping[str, Any],
+    node_id: int,
+    message_type: Literal["query", "train", "evaluate"],
     *,
-    life: float,
-    **tensors: Mapping[str, Tensor],
+    ttl: float,
+    **records: Mapping[str, Tensor],
 ) -> Message:
-    """A message to a node; nobody answers it after its life is over."""
-    return Message(packed(told, **tensors), node, kind, ttl=max(life, 1.0), group_id=str(told.get("round", "")))
+    """Return a message to a node; Flower drops it after `ttl` seconds."""
+    content, group_id = pack_content(payload, **records), str(payload.get("round", ""))
+    return Message(content, node_id, message_type, ttl=max(ttl, 1.0), group_id=group_id)
 
 
-def body(message: Message) -> dict[str, Any]:
-    """The JSON of a message, from somebody who may not wish us well."""
+def read_payload(message: Message) -> dict[str, Any]:
+    """Return the JSON payload of a message from an untrusted sender."""
     try:
-        text = message.content.config_records[BODY]["json"]
-        found = json.loads(text)  # type: ignore[arg-type]
+        text = message.content.config_records[PAYLOAD_RECORD]["json"]
+        payload = json.loads(text)  # type: ignore[arg-type]
     except (KeyError, TypeError, ValueError) as e:
-        raise InputError("message without a readable body") from e
-    if not isinstance(found, dict):
-        raise InputError("message without a readable body")
-    return found
+        raise InputError("the message has no readable payload") from e
+    if not isinstance(payload, dict):
+        raise InputError("the message has no readable payload")
+    return payload
 
 
-def said(message: Message) -> dict[str, Any]:
-    """The JSON of a reply; a node that failed has none."""
+def read_reply_payload(message: Message) -> dict[str, Any]:
+    """Return the JSON payload of a reply; raise an `InputError` if the node failed."""
     if message.has_error():
         lines = (message.error.reason or "no reason given").strip().splitlines()
-        raise InputError(f"missing: its node failed (code {message.error.code}: {lines[-1]})")
-    return body(message)
+        raise InputError(f"missing: the node failed (code {message.error.code}: {lines[-1]})")
+    return read_payload(message)
 
 
-def tensors(message: Message, name: str) -> State:
-    """The named tensors of a message; none if it has no such record."""
-    found = message.content.array_records.get(name)
+def read_tensors(message: Message, record: str) -> Tensors:
+    """Return the tensors of one record of a message, or none if the message has no such record."""
+    arrays = message.content.array_records.get(record)
     try:
-        state = load(found[FORM].data) if found else {}
+        tensors = load(arrays[ARRAY_FORMAT].data) if arrays else {}
     except (KeyError, TypeError, ValueError, SafetensorError) as e:
-        raise InputError(f"{name}: a tensor cannot be read ({e})") from e
-    return {n: state[n] for n in sorted(state)}  # they come in any order, and the same bits need the same one
+        raise InputError(f"record {record} cannot be read ({e})") from e
+    return {n: tensors[n] for n in sorted(tensors)}  # sums have the same bits only in a fixed order
 
 
-def halved(state: State) -> State:
-    """In half precision, if asked for: half the bytes, three digits."""
-    return {n: t.half() if t.dtype in (torch.float32, torch.float64) else t for n, t in state.items()}
+def cast_to_half(tensors: Tensors) -> Tensors:
+    """Return the tensors with floats in half precision: half the bytes, three digits."""
+    return {n: t.half() if t.dtype in (torch.float32, torch.float64) else t for n, t in tensors.items()}
 
 
-def whole(state: State, dtype: torch.dtype) -> State:
-    """Half precision back to the precision we compute in."""
-    return {n: t.to(dtype) if t.dtype == torch.float16 else t for n, t in state.items()}
+def cast_from_half(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Return the tensors with half precision converted to the precision of computations."""
+    return {n: t.to(dtype) if t.dtype == torch.float16 else t for n, t in tensors.items()}
 
 
-def flat(answers: Mapping[str, State]) -> State:
-    """Answers by name as one record of tensors."""
+def flatten_answers(answers: Mapping[str, Tensors]) -> Tensors:
+    """Return answers as the tensors of one record."""
     return {f"{name}{SEPARATOR}{n}": t for name, answer in answers.items() for n, t in answer.items()}
 
 
-def unflat(tensors: State) -> dict[str, State]:
-    """Answers by name, again."""
-    answers: dict[str, State] = {}
-    for full, tensor in tensors.items():
-        name, _, inner = full.partition(SEPARATOR)
-        answers.setdefault(name, {})[inner] = tensor
+def unflatten_answers(tensors: Tensors) -> dict[str, Tensors]:
+    """Return the tensors of one record as answers by name."""
+    answers: dict[str, Tensors] = {}
+    for full_name, tensor in tensors.items():
+        name, _, tensor_name = full_name.partition(SEPARATOR)
+        answers.setdefault(name, {})[tensor_name] = tensor
     return answers
 
 
-def _record(state: Mapping[str, Tensor]) -> ArrayRecord:
-    data = save({name: tensor.detach().cpu().contiguous().numpy() for name, tensor in state.items()})
-    return ArrayRecord({FORM: Array("uint8", (len(data),), FORM, data)})
+def _make_array_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    data = save({name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()})
+    return ArrayRecord({ARRAY_FORMAT: Array("uint8", (len(data),), ARRAY_FORMAT, data)})

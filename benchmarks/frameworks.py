@@ -1,0 +1,130 @@
+"""One federation run by several frameworks: 9 silos x 2000 digits, a small network, SGD, batch size 32; CPU seconds."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+try:
+    import psutil  # Ray's processes outlive their parents; psutil finds them all
+except ImportError:
+    psutil = None
+
+from benchmarks.cpu_profile import profile_operations
+from benchmarks.digits import load_digits, make_silos
+from benchmarks.harness import OURS, Measurement, Options, report_missing
+from benchmarks.peers.run_uefl import start_federation
+from benchmarks.peers.workload import load_workload, save_silos
+
+LATER_ROUND = "one later round"
+
+
+class Contender(NamedTuple):
+    """A program that runs the workload."""
+
+    package: str  # the package that it needs
+    module: str  # in benchmarks/peers
+    arguments: tuple[str, ...] = ()
+
+
+CONTENDERS = {
+    OURS: Contender("uefl", "run_uefl"),
+    "PyTorch loop": Contender("torch", "run_pytorch"),
+    "PyTorch loop, channels last": Contender("torch", "run_pytorch", ("channels_last",)),
+    "pfl": Contender("pfl", "run_pfl"),
+    "Flower": Contender("flwr", "run_flower"),
+}
+
+
+def run(options: Options) -> Iterator[Measurement]:
+    """Measure every installed framework, each run in its own process, interleaved."""
+    if psutil is None:
+        report_missing("psutil")
+        return
+    rounds, train_per_silo, test_per_silo = (2, 64, 32) if options.tiny else (6, 2000, 500)
+    contenders = {name: contender for name, contender in CONTENDERS.items() if find_spec(contender.package)}
+    for name in CONTENDERS.keys() - contenders.keys():
+        report_missing(name)
+    whole_runs: dict[str, list[float]] = {name: [] for name in contenders}
+    later_rounds: dict[str, list[float]] = {name: [] for name in contenders}
+    notes = dict[str, str]()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "silos.safetensors"
+        save_silos(make_silos(load_digits(options.data), 9, train_per_silo, test_per_silo), file)
+        for _ in range(options.repeats):
+            for name, (_, module, arguments) in contenders.items():
+                command = [sys.executable, "-m", f"benchmarks.peers.{module}", str(file), str(rounds), *arguments]
+                round_ends, total, accuracy = measure_process(command)
+                if len(round_ends) < rounds or accuracy == "nan":
+                    raise RuntimeError(f"{name} ended after {len(round_ends)} of {rounds} rounds, accuracy {accuracy}")
+                whole_runs[name].append(total)
+                later_rounds[name].append(statistics.median(b - a for a, b in itertools.pairwise(round_ends)))
+                notes[name] = f"accuracy {accuracy}"
+        method, clients, server = start_federation(load_workload(str(file), rounds=1))
+    for name in contenders:
+        yield Measurement(name, LATER_ROUND, "CPU s", later_rounds[name], f"median of {rounds - 1} rounds per run")
+    for name in contenders:
+        yield Measurement(name, f"whole run of {rounds} rounds", "CPU s", whole_runs[name], notes[name])
+    server = method.run_round(clients, server)  # the first round does not evaluate; it is the warm-up
+    yield from profile_operations(lambda: method.run_round(clients, server), LATER_ROUND)
+
+
+def measure_process(command: list[str]) -> tuple[list[float], float, str]:
+    """Measure CPU seconds of a process and its descendants, at the end of every round and in total."""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
+    ) as process:
+        clock, round_ends, accuracy = ProcessTreeClock(process.pid), [], "nan"
+        assert process.stdout
+        for line in process.stdout:
+            if line.startswith("round"):
+                round_ends.append(clock.read())
+                accuracy = line.split()[1]
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its CPU time is still readable
+        clock.stop.set()
+        clock.thread.join()
+        total = clock.read()
+    return round_ends, total, accuracy
+
+
+class ProcessTreeClock:
+    """CPU time of a process and its descendants, polled all the time because some of Ray's outlive their parents."""
+
+    def __init__(self, pid: int) -> None:
+        self.root = psutil.Process(pid)
+        self.cpu_seconds: dict[psutil.Process, float] = {}
+        self.lock, self.stop = threading.Lock(), threading.Event()
+        self.thread = threading.Thread(target=self._poll, daemon=True)
+        self.thread.start()
+
+    def _poll(self) -> None:
+        while not self.stop.wait(0.05):
+            self.read()
+
+    def read(self) -> float:
+        """Read the CPU seconds of all processes that were ever part of the tree."""
+        with self.lock:
+            try:
+                processes = [self.root, *self.root.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                processes = []
+            for process in {*processes, *self.cpu_seconds}:
+                try:
+                    times = process.cpu_times()
+                    self.cpu_seconds[process] = times.user + times.system
+                except psutil.NoSuchProcess:
+                    continue
+            return sum(self.cpu_seconds.values())

@@ -1,0 +1,120 @@
+"""Shared parts of the GPU benchmarks: interleaved whole rounds of uefl and of an eager loop, and the cost of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.eager_loop import EagerLoop
+from benchmarks.harness import OURS, Measurement, Options, measure_interleaved, measure_seconds
+from uefl.algorithms.fedavg import FedAvg
+from uefl.core.federation import MatmulPrecision, ServerState, Silo
+from uefl.engines.serial import choose_kernels
+from uefl.engines.stacked.stacked_engine import StackedEngine
+from uefl.models.network import Net
+
+EAGER = "eager loop"
+
+
+class UeflRounds:
+    """A federation of uefl that runs round by round."""
+
+    def __init__(
+        self,
+        method: FedAvg,
+        net: Net,
+        silos: Sequence[Silo],
+        device: str,
+        *,
+        matmul_precision: MatmulPrecision,
+        compiled: bool = False,
+    ) -> None:
+        self.method = method
+        self.clients = StackedEngine(
+            silos, net, device=device, matmul_precision=matmul_precision, use_compiler=compiled
+        )
+        self.server: ServerState = method.initialize_server(self.clients)
+
+    def run_round(self) -> None:
+        """Run a whole round."""
+        choose_kernels(tf32=True, deterministic=True)  # process-wide, and contenders are interleaved
+        self.server = self.method.run_round(self.clients, self.server)
+
+    def train_round(self) -> None:
+        """Run a round's training alone."""
+        choose_kernels(tf32=True, deterministic=True)
+        broadcast = self.method.make_broadcast(self.clients, self.server)._replace(round=self.server.round + 1)
+        for _ in self.clients.fit(self.method, broadcast, evaluate=False):
+            pass
+
+
+def measure_rounds(
+    contenders: dict[str, UeflRounds], peer: EagerLoop, num_steps: float, options: Options
+) -> Iterator[Measurement]:
+    """Measure seconds of a whole round of each contender, and the rate of its training."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    for rounds in contenders.values():  # the first round is eager, the second is captured, later ones are replayed
+        rounds.run_round()
+        rounds.run_round()
+    peer.run_round()
+    seconds = measure_interleaved(
+        {**{contender: rounds.run_round for contender, rounds in contenders.items()}, EAGER: peer.run_round}, options
+    )
+    for contender, values in seconds.items():
+        yield Measurement(contender, "a whole round", "s", values)
+    flops = count_step_flops(peer) * num_steps
+    for contender, rounds in contenders.items():
+        spent = [measure_seconds(rounds.train_round, options.device) for _ in range(options.repeats)]
+        yield Measurement(contender, "training alone", "s", spent)
+        yield Measurement(contender, "while training", "TFLOP/s", [flops / s / 1e12 for s in spent])
+    if options.on_cuda:
+        yield from profile_kernels(OURS, contenders[OURS], options)
+    x, y, _, _ = peer.silo_tensors[0]
+    spent = [
+        measure_seconds(lambda: peer.train_silo(x, y), options.device) * len(peer.silo_tensors)
+        for _ in range(options.repeats)
+    ]
+    yield Measurement(EAGER, "training alone", "s", spent)
+    yield Measurement(EAGER, "while training", "TFLOP/s", [flops / s / 1e12 for s in spent])
+
+
+KERNEL_KINDS = {  # kind: parts of kernel names; the first kind that matches counts
+    "optimizer": ("adam", "multi_tensor_apply", "FusedOptimizer"),
+    "convolutions and products": (
+        *("xmma", "cutlass", "gemm", "convolve", "wgrad", "dgrad", "fprop", "Nhwc", "cudnn", "cublas", "nvjet"),
+        *("_forward", "_filters"),  # uefl's
+    ),
+    "copies": ("Memcpy", "Memset"),
+    "elementwise, norms, pooling": ("",),
+}
+
+
+def profile_kernels(contender: str, rounds: UeflRounds, options: Options) -> Iterator[Measurement]:
+    """Profile a round's training by kind of kernel; the rest of the time the device is idle."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        total = measure_seconds(rounds.train_round, options.device)
+    seconds = dict.fromkeys(KERNEL_KINDS, 0.0)
+    for event in profiler.key_averages():
+        if event.device_type == DeviceType.CUDA:
+            seconds[classify_kernel(event.key)] += event.self_device_time_total / 1e6
+    for kind, spent in {**seconds, "idle": total - sum(seconds.values())}.items():
+        note = f"{100 * spent / total:.0f} % of {total:.2f} s"
+        yield Measurement(contender, f"training alone: {kind}", "s", [spent], note)
+
+
+def classify_kernel(kernel: str) -> str:
+    """Return the kind of a kernel."""
+    return next(kind for kind, parts in KERNEL_KINDS.items() if any(part in kernel for part in parts))
+
+
+def count_step_flops(peer: EagerLoop) -> float:
+    """Count floating-point operations of one silo's step, forward and backward."""
+    x, y, _, _ = peer.silo_tensors[0]
+    with FlopCounterMode(display=False) as counter:
+        prediction = peer.net(x[: peer.local.batch_size])
+        torch.nn.functional.cross_entropy(prediction.logits[0], y[: peer.local.batch_size]).backward()
+    return float(counter.get_total_flops())

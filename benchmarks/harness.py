@@ -1,0 +1,155 @@
+"""Shared parts of all benchmarks: options, a clock, interleaved contenders, records and the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+RECORDS = Path(__file__).parent / "records"
+OURS = "uefl"  # the contender that all others are compared with
+
+
+class Options(NamedTuple):
+    """Options of a benchmark."""
+
+    device: str = "cpu"
+    repeats: int = 3
+    tiny: bool = False  # a smoke test at a minimal size
+    data: str = "mnist5k"  # see digits.py
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.startswith("cuda")
+
+    @property
+    def time_unit(self) -> str:
+        """Unit of `measure_seconds` on this device."""
+        return "s" if self.on_cuda else "CPU s"
+
+
+class Measurement(NamedTuple):
+    """One quantity of one contender, with every measured value."""
+
+    contender: str
+    quantity: str
+    unit: str
+    values: list[float]
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        """Median of the values."""
+        return statistics.median(self.values)
+
+
+def configure_kernels(options: Options) -> None:
+    """Set the default precision of uefl on CUDA, and deterministic kernels."""
+    if options.on_cuda:
+        from uefl.engines.serial import choose_kernels
+
+        choose_kernels(tf32=True)
+
+
+def measure_seconds(work: Callable[[], object], device: str = "cpu") -> float:
+    """Measure CPU seconds of this process and its ended children; on a GPU, wall time until the device is idle."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+    start = read_cpu_seconds()
+    work()
+    return read_cpu_seconds() - start
+
+
+def read_cpu_seconds() -> float:
+    """Read the CPU time of this process and its ended children, which other load on the machine changes little."""
+    usages = [resource.getrusage(target) for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure_interleaved(
+    contenders: Mapping[str, Callable[[], object]], options: Options, *, calls_per_turn: int = 1, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Measure seconds per call of each contender, interleaved, so that other load on the machine affects all alike."""
+    seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
+    for turn in range(-1 if warm_up else 0, options.repeats):
+        for contender, work in contenders.items():
+            calls = calls_per_turn if turn >= 0 else 1
+
+            def call(work: Callable[[], object] = work, calls: int = calls) -> None:
+                for _ in range(calls):
+                    work()
+
+            spent = measure_seconds(call, options.device) / calls
+            if turn >= 0:
+                seconds[contender].append(spent)
+    return seconds
+
+
+def report_missing(name: str) -> None:
+    """Report a peer that is not installed and is skipped."""
+    Console(stderr=True).print(f"{name} is not installed: skipped (benchmarks/README.md tells how to install it)")
+
+
+def get_cpu_name() -> str:
+    """Return the model name of the CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def describe_environment(options: Options) -> dict[str, Any]:
+    """Describe what a measurement depends on: device, versions, load, command."""
+    return {
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(options.device) if options.on_cuda else get_cpu_name(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": [round(v, 2) for v in os.getloadavg()],
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "data": Path(options.data).name,
+    }
+
+
+def append_records(
+    benchmark: str, measurements: Iterable[Measurement], options: Options, path: Path, **more: Any
+) -> None:
+    """Append one JSON line per measurement, with all its values and its environment."""
+    environment = {**describe_environment(options), **more}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for m in measurements:
+            record = {"benchmark": benchmark, "contender": m.contender, "quantity": m.quantity, "value": m.median}
+            record |= {"unit": m.unit, "repeats": m.values, "note": m.note}
+            file.write(json.dumps({**record, **environment}) + "\n")
+
+
+def make_table(benchmark: str, measurements: Iterable[Measurement], reference: str = OURS) -> Table:
+    """Make a table with median and range of every measurement, and the ratio of its median to the reference's."""
+    measurements = list(measurements)
+    reference_medians = {m.quantity: m.median for m in measurements if m.contender == reference}
+    table = Table(title=benchmark)
+    for heading in ("quantity", "contender", "median", "range", "unit", f"over {reference}", "note"):
+        table.add_column(heading, justify="right" if heading in ("median", "range", f"over {reference}") else "left")
+    for m in measurements:
+        base = reference_medians.get(m.quantity)
+        ratio = f"{m.median / base:.3g}x" if base and m.contender != reference else ""
+        span = f"{min(m.values):.4g} - {max(m.values):.4g}" if len(m.values) > 1 else ""
+        table.add_row(m.quantity, m.contender, f"{m.median:.4g}", span, m.unit, ratio, m.note)
+    return table

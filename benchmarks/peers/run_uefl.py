@@ -1,0 +1,57 @@
+"""uefl. The network has no dropout here, so one sample gives the prediction."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.peers.workload import (
+    BATCH_SIZE,
+    EVAL_BATCH_SIZE,
+    HIDDEN,
+    LR,
+    NUM_CLASSES,
+    SEED,
+    Workload,
+    make_encoder,
+    parse_arguments,
+    report_round,
+)
+from uefl.algorithms.fedavg import FedAvg
+from uefl.core.federation import Examples, ServerState, Silo
+from uefl.core.local import LocalTraining
+from uefl.core.metrics import mean_metric
+from uefl.engines.serial import SerialEngine
+from uefl.models.network import Net
+
+
+def start_federation(workload: Workload) -> tuple[FedAvg, SerialEngine, ServerState]:
+    """Make the method, the clients and the initial server state."""
+    tensors = zip(workload.x, workload.y, workload.test_x, workload.test_y)
+    empty = Examples(workload.x[0, :0], workload.y[0, :0])
+    silos = [
+        Silo(f"s{i}", Examples(x, y), empty, Examples(test_x, test_y))
+        for i, (x, y, test_x, test_y) in enumerate(tensors)
+    ]
+    local = LocalTraining(
+        optimizer="sgd", momentum=0.0, lr=LR, batch_size=BATCH_SIZE, epochs=1, eval_batch_size=EVAL_BATCH_SIZE
+    )
+    method = FedAvg(rounds=workload.rounds, iterations=1, mc_samples=1, evaluate_local=False, local=local)
+    torch.manual_seed(SEED)
+    net = Net(make_encoder(), NUM_CLASSES, (1, 28, 28), hidden_size=HIDDEN, dropout=0.0, feature_norm="none")
+    clients = SerialEngine(silos, net, seed=SEED)
+    return method, clients, method.initialize_server(clients)
+
+
+def main() -> None:
+    """Run the federation."""
+    workload = parse_arguments()
+    method, clients, server = start_federation(workload)
+    for _ in range(workload.rounds):
+        server = method.step(clients, server)
+        # A round's model is evaluated when the next round begins, the last one's at the end.
+        records = server.completed_records
+        report_round(mean_metric(records[-1]["silos"].values(), "accuracy") if records else 0.0)
+
+
+if __name__ == "__main__":
+    main()

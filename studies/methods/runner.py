@@ -1,0 +1,244 @@
+"""Run a study: several runs in parallel, and one record for each that ends.
+
+Every run has its own folder and resumes after a kill. A run that has a record already is not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from studies.methods.setups import FEDAVG, SETUPS, shrink_experiment
+from uefl.core.errors import ResumableError
+from uefl.core.metrics import TABLE_METRICS, mean_metric
+from uefl.experiment import records
+from uefl.experiment.experiment import RESULTS_VERSION, Experiment
+from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION
+from uefl.experiment.run import Event, run
+from uefl.experiment.run_folder import RunFolder
+from uefl.experiment.settings import iterate_settings
+
+RunRecord = dict[str, Any]
+
+
+class StudyResources(NamedTuple):
+    """Device, engine, folder and limits of the runs of a study."""
+
+    device: str
+    engine: str
+    out: Path  # folder of run folders
+    stop_time: float  # time.time() at which runs stop; the same command resumes them
+    workers: int
+
+
+class StudyRun(NamedTuple):
+    """One run of a study."""
+
+    setup: str
+    method: str  # row of the setup's table
+    seed: int
+    experiment: Experiment
+    relative_cost: float = 1.0
+
+    @property
+    def label(self) -> str:
+        """Name the run in messages."""
+        return f"{self.setup}, {self.method}, lr {self.experiment.method.local.lr:g}, seed {self.seed}"
+
+    def is_recorded(self, run_records: Iterable[RunRecord]) -> bool:
+        """Whether one of the records is this run's."""
+        identity = {
+            **identify_run(self.experiment),
+            "results_version": RESULTS_VERSION,
+            "setup": self.setup,
+            "method": self.method,
+        }
+        return any(all(record.get(name) == value for name, value in identity.items()) for record in run_records)
+
+
+def identify_run(experiment: Experiment) -> RunRecord:
+    """Identify a run by its algorithm, its seed and the settings that differ from the defaults."""
+    defaults = dict(iterate_settings(Experiment()))
+    changed = {
+        ".".join(path): value for path, value in iterate_settings(experiment) if defaults.get(path, ...) != value
+    }
+    seed = changed.pop("seed", 0)
+    identity: RunRecord = json.loads(
+        json.dumps({"algorithm": experiment.method_name, "seed": seed, "settings": changed})
+    )
+    return identity
+
+
+# --- which runs ---------------------------------------------------------------------------------------------------
+
+
+def list_lr_search(setup_names: Sequence[str]) -> list[StudyRun]:
+    """List the runs of FedAvg that select the learning rate."""
+    return [
+        StudyRun(name, FEDAVG, 0, SETUPS[name].make_experiment(FEDAVG, lr, 0))
+        for name in setup_names
+        for lr in SETUPS[name].learning_rates
+    ]
+
+
+def select_lr(name: str, run_records: Sequence[RunRecord]) -> float | None:
+    """Return the learning rate with the best validation accuracy of FedAvg, seed 0; None until all of them have run."""
+    scores = {}
+    for run_ in list_lr_search([name]):
+        matches = [record for record in run_records if run_.is_recorded([record])]
+        if not matches:
+            return None
+        scores[run_.experiment.method.local.lr] = matches[-1]["validation_accuracy"]
+    return max(scores, key=lambda lr: scores[lr])
+
+
+def list_runs(name: str, lr: float, methods: Sequence[str], seeds: Sequence[int]) -> list[StudyRun]:
+    """List the runs of a setup; no methods means all."""
+    setup = SETUPS[name]
+    return [
+        StudyRun(name, method, seed, setup.make_experiment(method, lr, seed), row.relative_cost)
+        for seed in seeds
+        for method, row in setup.methods.items()
+        if not methods or method in methods
+    ]
+
+
+def run_study(
+    setup_names: Sequence[str],
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    resources: StudyResources,
+    path: Path,
+    report: Callable[[str], None],
+) -> int:
+    """Search the missing learning rates, then run everything; return the number of runs that failed or are left."""
+    num_left = run_parallel(list_lr_search(setup_names), resources, path, report)
+    run_records = records.read_records(path)
+    learning_rates = {name: select_lr(name, run_records) for name in setup_names}
+    report("learning rates: " + ", ".join(f"{name} {lr:g}" for name, lr in learning_rates.items() if lr))
+    runs = [run_ for name, lr in learning_rates.items() if lr for run_ in list_runs(name, lr, methods, seeds)]
+    # Whole seeds first, so that an interrupted study has complete ones; within a seed long runs first.
+    runs.sort(key=lambda run_: (run_.seed, -run_.relative_cost))
+    return num_left + run_parallel(runs, resources, path, report)
+
+
+def run_tiny_study(
+    setup_names: Sequence[str],
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    resources: StudyResources,
+    path: Path,
+    report: Callable[[str], None],
+) -> int:
+    """Run everything at a minimal size, with the middle learning rate."""
+    runs = [run_ for name in setup_names for run_ in list_runs(name, SETUPS[name].learning_rates[1], methods, seeds)]
+    return run_parallel(
+        [run_._replace(experiment=shrink_experiment(run_.experiment)) for run_ in runs], resources, path, report
+    )
+
+
+# --- running ------------------------------------------------------------------------------------------------------
+
+
+def run_parallel(runs: Sequence[StudyRun], resources: StudyResources, path: Path, report: Callable[[str], None]) -> int:
+    """Run what has no record yet, `workers` at a time; return the number of runs that failed or were stopped."""
+    run_records = records.read_records(path)
+    todo = [run_ for run_ in runs if not run_.is_recorded(run_records)]
+    report(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    if not todo or time.time() > resources.stop_time:
+        return len(todo)
+    for data in {run_.experiment.data.name: run_.experiment.data for run_ in reversed(todo)}.values():
+        data.load(0)  # decode once, not in every process
+    start, num_left = time.time(), 0
+    # Processes are reused: importing torch and initializing a GPU takes as long as some runs.
+    with ProcessPoolExecutor(min(resources.workers, len(todo)), get_context("spawn"), _limit_threads) as pool:
+        futures = {pool.submit(_execute_run, run_, resources, os.getpid()): run_ for run_ in todo}
+        for num_done, future in enumerate(as_completed(futures), 1):
+            run_ = futures[future]
+            try:
+                record = future.result()
+            except ResumableError:
+                num_left += 1
+                continue
+            except Exception as e:  # one bad run must not stop the others
+                num_left += 1
+                report(f"{run_.label}: {type(e).__name__}: {e}")
+                continue
+            records.append_records(path, [record])
+            metrics = " ".join(f"{m} {record[DEFAULT_AGGREGATION][m]:.3f}" for m in ("mA", "mE"))
+            report(
+                f"[{num_done}/{len(todo)} after {time.time() - start:.0f} s] {run_.label}: {metrics}, "
+                f"{record['seconds']:.0f} s"
+            )
+    return num_left
+
+
+def _limit_threads() -> None:
+    torch.set_num_threads(1)
+
+
+def _execute_run(run_: StudyRun, resources: StudyResources, parent_pid: int) -> RunRecord:
+    """Execute one run in this worker process, to its end or to the time limit."""
+
+    def check_limits(event: Event) -> None:
+        if os.getppid() != parent_pid:
+            os._exit(1)  # the study has ended; the checkpoint is written
+        if event["kind"] in ("load", "round") and time.time() > resources.stop_time:
+            raise ResumableError("time limit reached; run the same command again to resume")
+
+    folder = run(
+        run_.experiment, resources.out, device=resources.device, engine=resources.engine, on_event=check_limits
+    )
+    return summarize_run(run_, folder, resources.workers)
+
+
+def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
+    """Summarize a finished run in one record."""
+    run_folder = RunFolder(folder)
+    header, summary = run_folder.read_header(), run_folder.read_summary()
+    rounds = records.read_records(run_folder.records_path)
+    messages = [silo for r in rounds for silo in r["silos"].values() if "bytes_up" in silo]
+    environment = {key: header[key] for key in ("engine", "device", "torch", "uefl", "results_version", "fingerprint")}
+    record: RunRecord = {
+        "setup": run_.setup,
+        "method": run_.method,
+        **identify_run(run_.experiment),
+        **{level: {m.label: summary[level][m.label] for m in TABLE_METRICS} for level in AGGREGATIONS},
+        "domains": {d: metrics["accuracy"] for d, metrics in summary[DEFAULT_AGGREGATION]["domains"].items()},
+        "validation_accuracy": summary["validation_accuracy"],
+        "num_codewords": [  # in total, and the most of one silo
+            summary["total_codewords"],
+            max(silo["num_codewords"] for silo in summary["last"]["silos"].values()),
+        ],
+        "extensions": [len(extension["uncertain_silos"]) for extension in summary["extensions"]],
+        "bytes_up": mean_metric(messages, "bytes_up"),  # of one silo's message in one round: weights and extras
+        "bytes_down": mean_metric(messages, "bytes_down"),
+        "seconds": summary["seconds"],
+        "workers": workers,
+        "total_rounds": run_.experiment.method.total_rounds,
+        **environment,
+    }
+    train = [mean_metric([m["train"] for m in r["silos"].values() if "train" in m], "accuracy") for r in rounds]
+    if train[-1] == train[-1]:  # not nan: the training data were evaluated
+        zero = next((i for i, accuracy in enumerate(train) if accuracy > 0.999), None)
+        record |= {
+            "train_accuracy": train[-1],
+            "zero_error": _describe_zero_error(rounds[zero]) if zero is not None else None,
+        }
+    return record
+
+
+def _describe_zero_error(record: Mapping[str, Any]) -> RunRecord:
+    """Return the round in which training error was first zero, and the accuracy on test images then."""
+    return {
+        "round": record["round"],
+        "mA": mean_metric([m for m in record["silos"].values() if "accuracy" in m], "accuracy"),
+    }

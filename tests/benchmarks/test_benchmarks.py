@@ -1,0 +1,41 @@
+"""Every benchmark runs at a tiny size, and its measurements become records and a table. Speed is not asserted."""
+
+import importlib
+import json
+
+import pytest
+
+pytest.importorskip("benchmarks", reason="benchmarks/ is not part of the package")
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.frameworks import CONTENDERS
+from benchmarks.harness import Measurement, Options, append_records, make_table
+
+IN_PROCESS = sorted(set(BENCHMARKS) - {"frameworks", "client-scaling"})  # these two start processes
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_it_runs(name):
+    measurements = list(importlib.import_module(BENCHMARKS[name]).run(Options(repeats=1, tiny=True)))
+    assert measurements
+    assert all(value >= 0 for m in measurements for value in m.values)
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_the_program_of_every_framework_exists(name):
+    assert importlib.util.find_spec(f"benchmarks.peers.{CONTENDERS[name].module}")
+
+
+def test_a_record_has_all_values_and_their_environment(tmp_path):
+    path = tmp_path / "records.jsonl"
+    append_records("speed", [Measurement("uefl", "a round", "CPU s", [3.0, 1.0, 2.0])], Options(), path)
+    (record,) = map(json.loads, path.read_text().splitlines())
+    assert (record["value"], record["repeats"], record["contender"]) == (2.0, [3.0, 1.0, 2.0], "uefl")
+    assert record["quantity"] == "a round"
+    assert {"threads", "device", "torch", "load", "date", "command"} <= set(record)
+
+
+def test_the_table_compares_others_with_uefl():
+    table = make_table(
+        "speed", [Measurement("uefl", "a round", "s", [2.0]), Measurement("peer", "a round", "s", [5.0])]
+    )
+    assert list(table.columns[5].cells) == ["", "2.5x"]

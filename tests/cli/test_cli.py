@@ -1,0 +1,273 @@
+"""The command line: it explains itself, answers mistakes in one line, and compares methods."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK
+from rich.console import Console
+
+from uefl import UEFL, FedAvg, LocalTraining
+from uefl.algorithms import METHODS
+from uefl.cli.list import METHOD_VARIANTS, describe_settings, print_topic
+from uefl.core.errors import InputError
+from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, add_fedavg_no_layer_norm
+from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.recipes import make_experiment
+from uefl.experiment.settings import describe_type, get_help_text, iterate_settings
+
+PLUGIN = """
+from dataclasses import dataclass
+from uefl import FedAvg
+from uefl.data import SOURCES
+
+@dataclass(frozen=True, kw_only=True)
+class MyMethod(FedAvg):
+    "A method of another package."
+
+my_images = SOURCES["folder"]
+"""
+
+
+def uefl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "uefl.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "ufl"], "'ufl' is neither a method (uefl, fedavg"),
+        (["run", "uefl", "gama=1"], "unknown field 'gama' (did you mean 'gamma'?)"),
+        (["run", "uefl", "gamma=x"], "gamma=x is not a number"),
+        (["run", "uefl", "num_codewords=1.5"], "num_codewords=1.5 is not a whole number"),
+        (["run", "uefl", "extension_scope=all"], "extension_scope=all; allowed: silo, group"),
+        (["run", "fedavg", "gamma=1"], "unknown field 'gamma'"),
+        (["run", "uefl", "fedavg"], "`uefl run` accepts one method, not uefl, fedavg; use `uefl compare` for several"),
+        (["run", "mnist", "fmnist"], "choose one data set, not mnist, fmnist"),
+        (["run", "segments=7"], "segments=7 does not divide"),
+        (["run", "encoder=vgg17"], "unknown encoder 'vgg17'; known: residual"),
+        (["run", "augment=crop"], "augment=crop: unknown part 'crop'; known: crop:<pixels>, flip"),
+        (["run", "partitioner=round"], "unknown partitioner 'round'; known: domains"),
+        (["run", "--preset", "best"], "unknown preset 'best'; known: default, paper"),
+        (["run", "--device", "cuda:99"], "device=cuda:99 is not available; available devices: cpu"),
+        (["run", "precision=tf32"], "precision=tf32 needs a CUDA device; allowed on cpu: float32, float64"),
+        (["run", "--threads", "0"], "threads=0 must be at least 1"),
+        (["run", "--engine", "fast"], "unknown engine 'fast'; known: auto, serial, stacked, compiled, flower"),
+        (["run", "centralized", "--engine", "flower"], "centralized cannot run on Flower: it needs all data in one"),
+        (["run", "--engine", "compiled"], "engine=compiled needs a CUDA device; on cpu use auto, serial or stacked"),
+        (["compare", "--seeds", "0,1", "seed=3"], "use either seed=3 or --seeds 0,1, not both"),
+        (["list", "everything"], "unknown topic 'everything'; known: methods"),
+        (["data", "show", "mnits"], "unknown data set 'mnits'; known: mnist5k"),
+        (["show", "."], "is not a run folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    answer = uefl(*arguments, *(["--out", str(tmp_path)] if arguments[0] == "run" else []))
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("uefl: ")
+    assert message in answer.stderr
+    assert answer.stderr.count("\n") == 1
+    assert not list(tmp_path.rglob("*")), "nothing may look like a run that was started"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--help",
+        "--version",
+        "run --help",
+        "list",
+        "list data",
+        "rnu",
+        "run --enigne serial",
+        "list everything",
+        "run ufl",
+        "run uefl mnits",
+        "run partitioner=round",
+        "run encoder=vgg17",
+        "data show mnits",
+        "data show mnist partitioner=round",
+    ],
+)
+def test_help_lists_and_typing_errors_do_not_import_torch(arguments: str) -> None:
+    code = (
+        "import sys\n"
+        "from uefl.cli.main import main\n"
+        f"sys.argv = ['uefl', *{arguments.split()!r}]\n"
+        "try:\n    main()\n"
+        "finally:\n    print('torch' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert answer.stdout.splitlines()[-1] == "False", answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_the_version_is_printed() -> None:
+    import uefl as package
+
+    assert uefl("--version").stdout == f"uefl {package.__version__}\n"
+
+
+def test_a_new_module_in_the_package_is_a_new_command(tmp_path: Path) -> None:
+    (tmp_path / "greet.py").write_text(
+        "def register(app):\n    app.command()(greet)\ndef greet():\n    'Greet.'\n    print('hello')\n"
+    )
+    code = (
+        f"import sys; import uefl.cli; uefl.cli.__path__.append({str(tmp_path)!r})\n"
+        "from uefl.cli.main import main; sys.argv = ['uefl', 'greet']; main()"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert answer.stdout == "hello\n", answer.stderr
+
+
+def test_an_output_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
+        answer = uefl("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "--out", str(folder))
+        assert answer.returncode == 2
+        assert answer.stderr.startswith(f"uefl: cannot write to {folder}")
+        assert answer.stderr.count("\n") == 1
+
+
+def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
+    assert uefl("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "--out", str(tmp_path)).returncode == 0
+    (summary,) = tmp_path.glob("*/summary.json")
+    summary.write_text("{")
+    answer = uefl("show", str(summary.parent))
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
+    assert f"{summary} is damaged" in answer.stderr
+
+
+def test_help_and_list_name_every_command_method_and_encoder() -> None:
+    commands = ("run", "compare", "list", "show", "data", "deploy")
+    overview = uefl("--help").stdout
+    assert all(name in overview for name in commands)
+    assert all("Example" in uefl(name, "--help").stdout for name in ("run", "compare", "list", "show"))
+    everything = uefl("list").stdout
+    names = ("uefl", "fedavg", "vq-fedavg", "mnist5k", "folder", "leave-one-domain-out", "vgg16-bn", "stacked")
+    assert all(name in everything for name in names)
+    settings = uefl("list", "uefl").stdout
+    assert all(name in settings for name in ("method.codebook", "gamma", "method.local", "precision"))
+
+
+def test_methods_and_readers_of_an_installed_package_are_found_by_name(tmp_path: Path) -> None:
+    metadata = tmp_path / "mine-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(
+        "[uefl.methods]\nmy-method = mine:MyMethod\n[uefl.readers]\nmy-images = mine:my_images\n"
+    )
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    path, out = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]), str(tmp_path / "runs")
+    everything = uefl("list", PYTHONPATH=path).stdout
+    assert "mine:MyMethod, from an installed package" in everything
+    assert "mine:my_images, from an installed package" in everything
+    settings = [*TINY_SETTINGS_NO_CODEBOOK, "rounds=1", "iterations=1"]
+    done = uefl("run", "my-method", *settings, "--out", out, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    answer = uefl("run", "my-method", "my-images", "--out", out, PYTHONPATH=path)
+    assert answer.returncode == 2
+    assert "my-images needs a path" in answer.stderr
+
+
+def test_compare_names_uncertain_silos_and_ends_with_one_table(tmp_path: Path) -> None:
+    answer = uefl("compare", *TINY_SETTINGS, "--out", str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    assert "uefl: after round 3," in answer.stdout
+    assert "codewords" in answer.stdout
+    assert all(text in answer.stdout for text in ("D1-1", "D3 (120°)", "mA, mE, mP", "two FedAvg variants"))
+    (figure,) = tmp_path.glob("compare-*/figure.png")
+    shown = uefl("show", str(figure.parent))
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.strip() in answer.stdout
+    again = uefl("compare", *TINY_SETTINGS, "--out", str(tmp_path))
+    assert again.stdout.count("already finished") == 3
+
+
+def test_a_run_whose_replies_are_all_unusable_reports_it(tmp_path: Path) -> None:
+    message = "no reply could be used"
+    answer = uefl("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "local.lr=1e12", "--out", str(tmp_path))
+    assert answer.returncode == 0, answer.stderr
+    assert message in answer.stdout
+    assert message not in uefl("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "--out", str(tmp_path)).stdout
+
+
+def test_a_setting_applies_to_every_method_that_has_it() -> None:
+    experiments = parse_experiments([*TINY_SETTINGS_NO_CODEBOOK, "gamma=0.5", "seed=4"], ["fedavg", "uefl"], "default")
+    assert {e.seed for e in experiments.values()} == {4}
+    assert experiments["uefl"].method.codebook is not None
+    assert experiments["uefl"].method.codebook.gamma == 0.5
+    assert experiments["uefl"].method.total_rounds == experiments["fedavg"].method.total_rounds
+
+
+def test_fedavg_is_compared_with_and_without_layer_norm() -> None:
+    experiments = add_fedavg_no_layer_norm(parse_experiments([], ["fedavg", "uefl"], "default"))
+    assert experiments["fedavg"].model.feature_norm == "layer"
+    assert experiments[FEDAVG_NO_LAYER_NORM].model.feature_norm == "none"
+    assert FEDAVG_NO_LAYER_NORM not in add_fedavg_no_layer_norm(parse_experiments([], ["fedavg"], "default"))
+
+
+def test_the_paper_preset_has_the_papers_values() -> None:
+    (experiment,) = parse_experiments(["mnist"], ["uefl"], "paper").values()
+    codebook, model, method = experiment.method.codebook, experiment.model, experiment.method
+    assert codebook is not None
+    assert (codebook.num_codewords, codebook.gamma, codebook.segments) == (32, 0.3, 1)
+    assert (codebook.codebook_init, codebook.min_standard_errors) == ("gaussian", 0)
+    assert (codebook.commitment_weight, model.feature_norm, model.width) == (1, "none", 128)
+    assert (method.rounds, method.extra_rounds, method.iterations) == (40, 20, 5)
+
+
+def test_another_method_takes_the_codebook_with_the_settings_of_uefl() -> None:
+    arguments = ["fedprox", "uefl", "mnist5k", "codebook=on", "num_codewords=8"]
+    fedprox, uefl = parse_experiments(arguments, [], "default").values()
+    assert fedprox.method.codebook == uefl.method.codebook
+    assert fedprox.method.codebook is not None
+    assert (fedprox.method.codebook.num_codewords, fedprox.method.codebook.commitment_weight) == (8, 0.01)
+    with pytest.raises(InputError, match="FedIIR takes no codebook: "):
+        parse_experiments(["fediir", "codebook=on"], [], "default")
+
+
+def test_another_encoder_has_its_own_default_width() -> None:
+    (other,) = parse_experiments(["fediir", "mnist5k", "encoder=group-norm-conv"], [], "default").values()
+    assert (other.model.encoder, other.model.width) == ("group-norm-conv", 0)
+    (same,) = parse_experiments(["fediir", "mnist5k", "encoder=residual"], [], "default").values()
+    assert same.model.width == 16
+    (wide,) = parse_experiments(["fediir", "mnist5k", "encoder=lenet-fmnist", "width=9"], [], "default").values()
+    assert wide.model.width == 9
+
+
+@pytest.mark.parametrize("variant", METHOD_VARIANTS)
+def test_every_listed_variant_of_a_method_can_be_run(variant: str) -> None:
+    assert len(parse_experiments(variant.split(), [], "default")) == 1
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_setting_is_listed_with_its_meaning(method: str) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    print_topic(method, console)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    experiment = make_experiment(method, "mnist5k")
+    groups = describe_settings(experiment)
+    listed = {tuple(f"{group}.{row[0]}".strip(".").split(".")) for group, rows in groups.items() for row in rows}
+    assert listed == {path for path, _ in iterate_settings(experiment)}
+    for group, rows in groups.items():
+        for name, _, type_text, help_text in rows:
+            assert f"  {name} " in output
+            assert type_text.split()[0] in output
+            assert help_text, f"{group}.{name} has no help text"
+            assert help_text[:60] in output
+
+
+def test_a_setting_has_a_type_and_a_help_text() -> None:
+    assert "Monte Carlo" in get_help_text(FedAvg, "mc_samples")
+    assert get_help_text(UEFL, "mc_samples") == get_help_text(FedAvg, "mc_samples")
+    assert describe_type(LocalTraining, "optimizer") == "adam | adamw | sgd"
+    assert describe_type(LocalTraining, "lr") == "number > 0"
+    assert describe_type(LocalTraining, "batch_size") == "whole number ≥ 1"
+    assert describe_type(LocalTraining, "reset_optimizer") == "true | false"
+    assert describe_type(FedAvg, "codebook") == "on | none"

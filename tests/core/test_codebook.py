@@ -1,0 +1,139 @@
+"""Nearest codeword, straight-through gradient, L_code and perplexity, compared with numbers computed by hand."""
+
+import math
+
+import pytest
+import torch
+
+from uefl.core.codebook import Codebook, bypass_quantization, count_codewords, perplexity, to_tokens
+from uefl.core.errors import InputError
+
+TWO_CODEWORDS = [[0.0, 0.0], [1.0, 1.0]]
+
+
+def make_codebook(codewords, segments=1, num_features=2, reduction="mean"):
+    codebook = Codebook(num_features, segments, len(codewords), reduction)
+    with torch.no_grad():
+        codebook.codewords.copy_(torch.tensor(codewords))
+    return codebook
+
+
+def test_each_segment_is_replaced_by_the_nearest_codeword():
+    codebook = make_codebook([[0.0, 0.0], [1.0, 1.0], [-3.0, 2.0]])
+    quantized = codebook(torch.tensor([[[0.9, 0.7], [-2.0, 2.0]], [[0.1, -0.2], [5, 5]]]))
+    assert quantized.codeword_indices[..., 0].tolist() == [[1, 2], [0, 1]]
+    assert torch.allclose(quantized.z, torch.tensor([[[1.0, 1.0], [-3.0, 2.0]], [[0.0, 0.0], [1.0, 1.0]]]))
+
+
+def test_nearest_codeword_has_the_least_euclidean_distance():
+    torch.manual_seed(0)
+    codebook, z = Codebook(8, 2, 50).double(), torch.randn(5, 7, 8, dtype=torch.float64)
+    expected = torch.cdist(z.reshape(-1, 4), codebook.codewords).argmin(1)
+    assert torch.equal(codebook(z).codeword_indices.reshape(-1), expected)
+
+
+def test_all_segments_share_one_codebook():
+    """Both halves of a token use the same codeword, and its gradient is the sum over both."""
+    codebook = make_codebook(TWO_CODEWORDS, segments=2, num_features=4)
+    quantized = codebook(torch.tensor([[[0.9, 0.9, 1.2, 1.2]]]))
+    assert quantized.codeword_indices.tolist() == [[[1, 1]]]
+    quantized.codebook_loss.backward()
+    # d/dc of the mean over 4 elements of (c − z)²: 2/4 · Σ over both segments of (c − z)
+    assert torch.allclose(codebook.codewords.grad, torch.tensor([[0.0, 0.0], [0.5 * (0.1 - 0.2)] * 2]))
+
+
+def test_both_terms_of_the_code_loss_are_the_mean_squared_distance():
+    z = torch.tensor([[[0.8, 0.6]], [[0.1, 0.3]]], requires_grad=True)
+    quantized = make_codebook(TWO_CODEWORDS)(z)
+    expected = (0.2**2 + 0.4**2 + 0.1**2 + 0.3**2) / 4  # = .075
+    assert quantized.commitment_loss.item() == pytest.approx(expected)
+    assert quantized.codebook_loss.item() == pytest.approx(expected)
+
+
+def test_reduction_sum_sums_over_the_channels_of_a_token():
+    z = torch.tensor([[[0.8, 0.6], [0.1, 0.3]]])
+    quantized = make_codebook(TWO_CODEWORDS, reduction="sum")(z)
+    expected = (0.2**2 + 0.4**2 + 0.1**2 + 0.3**2) / 2  # per token, of two tokens
+    assert quantized.commitment_loss.item() == pytest.approx(expected)
+
+
+def test_commitment_loss_trains_only_the_features():
+    codebook, z = make_codebook(TWO_CODEWORDS), torch.tensor([[[0.8, 0.6]]], requires_grad=True)
+    codebook(z).commitment_loss.backward()
+    assert torch.allclose(z.grad, torch.tensor([[[-0.2, -0.4]]]))  # 2/2 (z − c)
+    assert codebook.codewords.grad is None
+
+
+def test_codebook_loss_trains_only_the_codewords():
+    codebook, z = make_codebook(TWO_CODEWORDS), torch.tensor([[[0.8, 0.6]]], requires_grad=True)
+    codebook(z).codebook_loss.backward()
+    assert torch.allclose(codebook.codewords.grad, torch.tensor([[0.0, 0.0], [0.2, 0.4]]))  # 2/2 (c − z)
+    assert z.grad is None
+
+
+def test_straight_through_gradient_reaches_the_features_and_not_the_codewords():
+    codebook, z = make_codebook(TWO_CODEWORDS), torch.tensor([[[0.8, 0.6]]], requires_grad=True)
+    weight = torch.tensor([[3.0, -5.0]])
+    (codebook(z).z @ weight.t()).square().sum().backward()
+    assert torch.allclose(z.grad, 2 * -2.0 * weight[None])  # at the codeword (1, 1): 2 (w·c) w
+    assert codebook.codewords.grad is None
+
+
+def test_only_used_codewords_have_a_gradient():
+    torch.manual_seed(0)
+    codebook, z = Codebook(4, 1, 5000).double(), torch.randn(3, 5, 4, dtype=torch.float64)
+    quantized = codebook(z)
+    quantized.codebook_loss.backward()
+    expected = torch.zeros_like(codebook.codewords)
+    for segment, i in zip(z.reshape(-1, 4), quantized.codeword_indices.reshape(-1).tolist()):
+        expected[i] += 2 * (codebook.codewords[i].detach() - segment) / z.numel()
+    assert torch.allclose(codebook.codewords.grad, expected, atol=1e-15)
+
+
+def test_backward_pass_stores_no_tensor_of_tokens_times_codewords():
+    codebook, stored_sizes = Codebook(8, 2, 512), []
+    z = torch.randn(16, 16, 8, requires_grad=True)  # 512 segments
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: stored_sizes.append(t.numel()) or t, lambda t: t):
+        quantized = codebook(z)
+        loss = quantized.z.square().sum() + quantized.commitment_loss + quantized.codebook_loss
+    loss.backward()
+    assert stored_sizes
+    assert max(stored_sizes) <= max(z.numel(), codebook.codewords.numel())
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 2, 5), (3, 10, 6), (3, 6)])
+def test_every_form_of_encoder_output_becomes_tokens(shape):
+    z = torch.randn(shape)
+    tokens = to_tokens(z)
+    assert tokens.shape == (3, 10 if len(shape) > 2 else 1, 6)
+    if len(shape) == 4:
+        assert torch.equal(tokens[1, 7], z[1, :, 1, 2])  # token 7 of two rows of five
+    elif len(shape) == 2:
+        assert torch.equal(tokens[:, 0], z)
+    else:
+        assert torch.equal(tokens, z)
+
+
+def test_other_output_shapes_and_segments_that_do_not_divide_are_errors():
+    with pytest.raises(InputError, match=r"\(3,\)"):
+        to_tokens(torch.zeros(3))
+    with pytest.raises(InputError, match="segments=3 does not divide the encoder's 8 channels"):
+        Codebook(8, 3)
+
+
+def test_features_pass_unchanged_without_codewords():
+    z = torch.randn(2, 3, 4)
+    quantized = Codebook(4, 2, 0)(z)
+    assert torch.equal(quantized.z, z)
+    assert quantized.codeword_indices.shape == bypass_quantization(z).codeword_indices.shape == (2, 3, 0)
+    assert quantized.commitment_loss == quantized.codebook_loss == 0
+
+
+def test_perplexity_of_uniform_use_is_the_number_of_codewords():
+    assert perplexity(count_codewords(torch.arange(7).repeat(5), 7)).item() == pytest.approx(7)
+
+
+def test_perplexity_of_one_codeword_is_one_and_unused_codewords_do_not_count():
+    assert perplexity(count_codewords(torch.zeros(2, 3, 4, dtype=torch.int64), 9)).item() == pytest.approx(1)
+    half_and_quarters = perplexity(torch.tensor([2.0, 1.0, 1.0, 0.0]))
+    assert half_and_quarters.item() == pytest.approx(math.exp(1.5 * math.log(2)))

@@ -1,0 +1,168 @@
+"""The stacked engine agrees with the serial engine: in double precision, with dropout, after an extension."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import LOCAL, SHORT_RUN, make_clients, make_short_method, make_striped_silo, run_rounds
+from torch import nn
+
+from uefl.algorithms import METHODS
+from uefl.algorithms.extensible_codebook import ExtensibleCodebook
+from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.uefl import UEFL
+from uefl.core.errors import InputError
+from uefl.core.local import LocalTraining
+from uefl.core.noise import batched_permutations, derive_key, permutation
+from uefl.engines.serial import SerialEngine
+from uefl.engines.stacked.stacked_engine import StackedEngine
+
+
+def make_encoder() -> nn.Module:
+    """[B, 1, 8, 8] -> [B, 8, 2, 2]. No bias before batch norm: its gradient is rounding error, which Adam amplifies."""
+    first = nn.Conv2d(1, 8, 3, stride=2, padding=1, bias=False)
+    return nn.Sequential(first, nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, padding=1))
+
+
+make_engine = partial(make_clients, encoder_factory=make_encoder)
+ALWAYS_EXTENDED = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, gamma=0.0, min_standard_errors=0)
+UEFL_METHOD = UEFL(**SHORT_RUN, codebook=ALWAYS_EXTENDED)
+CLIPPED_SGD = LocalTraining(optimizer="sgd", lr=0.02, weight_decay=0.01, max_grad_norm=0.5, batch_size=8, epochs=2)
+OTHER_METHODS = [name for name in METHODS if name not in ("uefl", "vq-fedavg", "centralized")]
+SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
+    "all silos in one stack": (UEFL_METHOD, {}),
+    "one silo per stack": (UEFL_METHOD, {"max_stack_size": 1}),
+    "two silos per stack": (UEFL_METHOD, {"max_stack_size": 2}),
+    "two clients per round": (replace(UEFL_METHOD, clients_per_round=2), {}),
+    "stored optimizer state": (replace(UEFL_METHOD, local=replace(LOCAL, reset_optimizer=False)), {}),
+    "sgd, clipped, weight decay": (replace(UEFL_METHOD, local=CLIPPED_SGD), {}),
+    "adamw, cosine": (
+        replace(UEFL_METHOD, local=replace(LOCAL, optimizer="adamw", weight_decay=0.1, schedule="cosine")),
+        {},
+    ),
+    "local batch norm": (replace(UEFL_METHOD, batch_norm="local"), {}),
+    "ensemble": (UEFL_METHOD, {"ensemble_size": 2}),
+    "augmentation": (UEFL_METHOD, {"augment": "crop:2+flip"}),
+    "fedprox with a codebook": (METHODS["fedprox"](**SHORT_RUN, codebook=ALWAYS_EXTENDED), {}),
+    **{name: (make_short_method(METHODS[name]), {}) for name in OTHER_METHODS},
+    "vq-fedavg": (METHODS["vq-fedavg"](**SHORT_RUN, codebook=replace(ALWAYS_EXTENDED, extend=False)), {}),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_agrees_with_the_serial_engine(setup):
+    method, fields = SETUPS[setup]
+    fields = dict(fields)
+    stacked_engine = partial(StackedEngine, max_stack_size=fields.pop("max_stack_size", 0))
+    stacked, records = run_rounds(method, make_engine(method, dtype=torch.float64, engine=stacked_engine, **fields))
+    serial, serial_records = run_rounds(method, make_engine(method, dtype=torch.float64, **fields))
+    assert stacked.model_state.keys() == serial.model_state.keys()
+    assert torch.equal(stacked.access, serial.access)
+    assert "codebook" not in setup or stacked.access.shape[1] > 6, "the run must extend the codebook"
+    assert_close(stacked.model_state, serial.model_state)
+    differences = [find_difference(a, b) for a, b in zip(records, serial_records, strict=True)]
+    assert differences == [""] * len(serial_records)
+
+
+def fail_to_compile(*_: Any) -> Any:
+    raise RuntimeError("this backend compiles nothing")
+
+
+@pytest.mark.parametrize(
+    ("setup", "backend", "rounds"),
+    [
+        ("fedprox with a codebook", "aot_eager", 5),
+        *((name, "aot_eager", 2) for name in OTHER_METHODS),
+        ("local batch norm", fail_to_compile, 2),
+    ],
+)
+def test_compiled_code_agrees_and_eager_code_replaces_what_does_not_compile(setup, backend, rounds, monkeypatch):
+    """Silos alternate between numbers of codewords, FedIIR differentiates a gradient, VHL depends on the epoch."""
+    monkeypatch.setattr("uefl.engines.stacked.compiler.COMPILE_BACKEND", backend)
+    torch._dynamo.reset()
+    method, _ = SETUPS[setup]
+    compiled_engine = partial(StackedEngine, max_stack_size=1, use_compiler=True)
+    engine = make_engine(method, dtype=torch.float64, engine=compiled_engine)
+    compiled, _ = run_rounds(method, engine, rounds)
+    serial, _ = run_rounds(method, make_engine(method, dtype=torch.float64), rounds)
+    assert_close(compiled.model_state, serial.model_state)
+    buffers = engine._buffers.values()
+    assert all(bool(b.uncompilable_losses) == (backend is fail_to_compile) for b in buffers)
+    assert len(buffers) == (2 if "codebook" in setup else 1)
+
+
+@pytest.mark.parametrize(
+    "engine", [SerialEngine, StackedEngine, partial(StackedEngine, max_stack_size=1, use_compiler=True)], ids=str
+)
+def test_codeword_gradients_by_matrix_product_equal_those_of_a_lookup(engine, monkeypatch):
+    """CUDA uses the product; it is correct on any device."""
+    serial, _ = run_rounds(UEFL_METHOD, make_engine(UEFL_METHOD, dtype=torch.float64))
+    torch._dynamo.reset()
+    monkeypatch.setattr("uefl.engines.stacked.compiler.COMPILE_BACKEND", "aot_eager")
+    monkeypatch.setattr("uefl.core.codebook.has_matmul_backward", lambda _: True)
+    clients = make_engine(UEFL_METHOD, dtype=torch.float64, engine=engine)
+    server, _ = run_rounds(UEFL_METHOD, clients)
+    assert_close(server.model_state, serial.model_state)
+    assert not any(buffers.uncompilable_losses for buffers in getattr(clients, "_buffers", {}).values())
+
+
+@pytest.mark.parametrize("name", ["uefl", "scaffold", "fedcr", "fedsr"])
+def test_client_states_are_the_same_on_both_engines(name):
+    method = make_short_method(METHODS[name])
+    stacked, serial = (make_engine(method, dtype=torch.float64, engine=e) for e in (StackedEngine, SerialEngine))
+    run_rounds(method, stacked), run_rounds(method, serial)
+    assert stacked.client_states.keys() == serial.client_states.keys()
+    for silo_name, client_state in serial.client_states.items():
+        assert stacked.client_states[silo_name].keys() == client_state.keys()
+        assert_close(stacked.client_states[silo_name], client_state)
+
+
+def test_single_precision_agrees_after_one_round():
+    method = replace(UEFL_METHOD, codebook=replace(ALWAYS_EXTENDED, warmup_rounds=0))
+    stacked, _ = run_rounds(method, make_engine(method, engine=StackedEngine), 1)
+    serial, _ = run_rounds(method, make_engine(method), 1)
+    assert_close(stacked.model_state, serial.model_state, 1e-5)
+
+
+def test_batches_of_different_lengths_are_never_padded():
+    sizes = {"a": 8, "b": 9, "c": 16, "d": 17, "e": 3, "f": 16}
+    silos = [make_striped_silo(n, k, 10 * i) for i, (n, k) in enumerate(sizes.items())]
+    stacked, _ = run_rounds(UEFL_METHOD, make_engine(UEFL_METHOD, silos, dtype=torch.float64, engine=StackedEngine))
+    serial, _ = run_rounds(UEFL_METHOD, make_engine(UEFL_METHOD, silos, dtype=torch.float64))
+    assert_close(stacked.model_state, serial.model_state)
+
+
+def test_batched_permutations_equal_single_ones():
+    sizes = [5, 9, 1, 140_000]  # the last one is drawn in blocks
+    keys = [derive_key("order", i) for i in range(4)]
+    orders = batched_permutations(torch.tensor(keys), sizes)
+    for key, n, order in zip(keys, sizes, orders):
+        assert torch.equal(order[:n], permutation(key, n))
+
+
+def test_a_network_with_torch_dropout_raises_an_input_error():
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(0.1))
+    with pytest.raises(InputError, match="engine=serial"):
+        make_clients(FedAvg(**SHORT_RUN), engine=StackedEngine, encoder_factory=lambda: encoder)
+
+
+def assert_close(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def find_difference(one: Any, other: Any, path: str = "") -> str:
+    """Return where two records differ except in times, or nothing."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        if one.keys() != other.keys():
+            return f"{path} {sorted(one.keys() ^ other.keys())}"
+        differences = [find_difference(one[n], other[n], f"{path}/{n}") for n in one if "seconds" not in n]
+        return next((d for d in differences if d), "")
+    if isinstance(one, float) and isinstance(other, float):
+        return "" if math.isclose(one, other, rel_tol=1e-7, abs_tol=1e-9) else f"{path} {one} {other}"
+    return "" if one == other else f"{path} {one} {other}"

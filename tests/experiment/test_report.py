@@ -1,0 +1,198 @@
+"""Tables, progress and sentences about runs; every metric of a table is one entry of the registry."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from uefl.core.metrics import METRICS
+from uefl.experiment.comparison import print_results
+from uefl.experiment.progress import ProgressDisplay
+from uefl.experiment.report import describe_decision, make_comparison_table, print_runs
+from uefl.experiment.run_folder import RunFolder
+from uefl.experiment.seeds import format_mean_stderr, format_seed_table, parse_seeds
+
+LEGEND = "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is better)"
+
+
+def write_run(path, *, num_codewords, accuracy=0.5, rejected=False):
+    """Write the files of a finished run that tables read."""
+    metrics = {"accuracy": accuracy, "entropy": 0.25, "perplexity": 3.4}
+    silos = {name: {"domain": "x", **metrics, "num_codewords": num_codewords} for name in ("ada", "bob")}
+    means = {"mA": accuracy, "mE": 0.25, "mP": 3.4, "domains": {"x": {**metrics, "num_codewords": num_codewords}}}
+    extensions = [{"round": 3, "uncertain_silos": ["ada"], "new_codewords": {"ada": 8}}] if num_codewords else []
+    path.mkdir()
+    folder = RunFolder(path)
+    folder.write_summary({"mean of last 5": {**means, "silos": silos}, "extensions": extensions})
+    silo = {"bytes_up": 1, **({"rejected": "not finite"} if rejected else {})}
+    folder.records_path.write_text(json.dumps({"round": 1, "silos": {"ada": silo, "bob": silo}}) + "\n")
+    return path
+
+
+def capture(show):
+    console = Console(width=200, highlight=False, force_terminal=False)
+    with console.capture() as output:
+        show(console)
+    return output.get()
+
+
+def test_a_table_shows_codewords_only_for_methods_with_a_codebook(tmp_path):
+    fedavg, uefl = (write_run(tmp_path / n, num_codewords=v) for n, v in (("fedavg", 0), ("uefl", 16)))
+    table = make_comparison_table({"fedavg": fedavg, "uefl": uefl})
+    headings = [str(column.header) for column in table.columns]
+    assert headings == [
+        *("", "fedavg\nacc.", "fedavg\nentropy"),
+        *("uefl\nacc.", "uefl\nentropy", "uefl\nperpl.", "uefl\ncodewords"),
+    ]
+    text = capture(lambda console: console.print(table))
+    assert "│ ada " in text
+    assert "mA, mE, mP; most codewords" in text
+    assert "0.500 │   0.250 │ 0.500 │   0.250 │      3 │        16" in text
+
+
+def test_the_labels_are_explained_under_the_table(tmp_path):
+    fedavg, uefl = (write_run(tmp_path / n, num_codewords=v) for n, v in (("fedavg", 0), ("uefl", 16)))
+    text = capture(lambda console: print_runs({"fedavg": fedavg, "uefl": uefl}, console))
+    assert text.rstrip().endswith(f"{LEGEND}; mP: mean perplexity of codeword use")
+    assert "uefl: after round 3, 1 silo has unusually high uncertainty (ada): 8 new codewords\n" in text
+    text = capture(lambda console: print_results({"fedavg": fedavg}, tmp_path, console))
+    assert f"{LEGEND}\nrun folder: {fedavg}\nfigure:     {fedavg / 'figure.png'}\n" in text
+    assert "mP" not in text
+
+
+def test_rounds_without_a_usable_reply_are_reported(tmp_path):
+    run = write_run(tmp_path / "run", num_codewords=0, rejected=True)
+    text = capture(lambda console: print_runs({"fedavg": run}, console))
+    assert "fedavg: in 1 of 1 rounds (first: round 1) no reply could be used, so the model did not change" in text
+
+
+@pytest.mark.parametrize(
+    ("silos", "new_codewords", "sentence"),
+    [
+        ((), {}, "after round 5, no silo has unusually high uncertainty: the codebook is final"),
+        (("a",), {"a": 8}, "after round 5, 1 silo has unusually high uncertainty (a): 8 new codewords"),
+        (
+            ("a", "b"),
+            {"a": 8},
+            "after round 5, 2 silos have unusually high uncertainty (a, b): 8 new codewords per silo",
+        ),
+        (("a", "b"), {}, "after round 5, 2 silos have unusually high uncertainty (a, b): no new codewords"),
+    ],
+)
+def test_a_decision_is_described_in_one_sentence(silos, new_codewords, sentence):
+    assert describe_decision(5, silos, new_codewords) == sentence
+
+
+def test_a_damaged_summary_is_named(tmp_path):
+    run = write_run(tmp_path / "run", num_codewords=0)
+    RunFolder(run).summary_path.write_text("{")
+    with pytest.raises(ValueError, match=r"summary\.json is damaged \(.*\); delete it and run again"):
+        make_comparison_table({"fedavg": run})
+
+
+def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
+    silo = {"accuracy": 0.5, "entropy": 0.25, "is_uncertain": True, "new_codewords": 8}
+    record = {"round": 2, "iteration": 0, "initial_codewords": 16, "has_decision": True}
+    events = [
+        {"kind": "load", "data": "mnist"},
+        {"kind": "warning", "message": "few images"},
+        {"kind": "start", "total_rounds": 4, "round": 1, "records": []},
+        {"kind": "silo", "silo": "ada", "activity": "training"},
+        {"kind": "silo", "silo": "", "activity": "an unknown node was rejected"},
+        {"kind": "round", "record": {**record, "silos": {"ada": silo, "bob": {**silo, "rejected": "not finite"}}}},
+        {"kind": "finished", "folder": "runs/a", "engine": "serial"},
+    ]
+
+    def show(console):
+        with ProgressDisplay(console) as display:
+            for event in events:
+                display.on_event("uefl", event)
+
+    lines = [line for line in capture(show).splitlines() if line]
+    assert lines.pop(-2).startswith("uefl: iteration 1, round 2/4  mA 0.500  mE 0.250  about ")
+    assert lines == [
+        "uefl: warning: few images",
+        "uefl: resumed after round 1 of 4",
+        "uefl: an unknown node was rejected",
+        "uefl: after round 2, an initial codebook of 16 codewords",
+        "uefl: after round 2, 2 silos have unusually high uncertainty (ada, bob): 8 new codewords per silo",
+        "uefl: round 2, reply of bob rejected: not finite",
+        "uefl: already finished (engine serial), in runs/a",
+    ]
+
+
+def test_the_table_of_seeds_has_means_with_standard_errors_and_every_seed():
+    def make_run(name, seed, accuracy, validation):
+        means = {"mA": accuracy, "mE": 0.25, "mP": 3.4}
+        fields = {"experiment": {"seed": seed}, "validation_accuracy": validation}
+        return {"name": name, "mean of last 5": means, **fields}
+
+    rows = format_seed_table(
+        [make_run("fedavg", seed, 0.5 + seed / 10, 0.7) for seed in (0, 1)]
+        + [make_run("fedavg, no layer norm", seed, 0.5, 0.6) for seed in (0, 1)]
+    ).splitlines()
+    assert rows == [
+        "| mean of last 5 rounds | mA | mE | mP | mA, seeds 0, 1 | mE, seeds 0, 1 |",
+        "|---|---|---|---|---|---|",
+        "| fedavg (better by validation) | 0.5500 ± 0.0500 | 0.2500 ± 0.0000 | 3.4 ± 0.0 "
+        "| 0.5000 0.6000 | 0.2500 0.2500 |",
+        "| fedavg, no layer norm | 0.5000 ± 0.0000 | 0.2500 ± 0.0000 | 3.4 ± 0.0 | 0.5000 0.5000 | 0.2500 0.2500 |",
+        "",
+        f"{LEGEND}; mP: mean perplexity of codeword use",
+    ]
+    assert format_mean_stderr([0.5], 2) == "0.50"
+    assert parse_seeds("2,0,2") == [2, 0]
+
+
+ONE_MORE_METRIC = """
+import sys, types
+from pathlib import Path
+import uefl.core.codebook, uefl.core.federation
+
+path = Path(uefl.core.__file__).with_name("metrics.py")
+entry = '''METRICS = (
+    Metric("error_rate", "error rate", lambda sums: 1 - _mean("correct")(sums), label="mX", column="err.", digits=2),
+'''
+module = types.ModuleType("uefl.core.metrics")
+sys.modules[module.__name__] = uefl.core.metrics = module
+exec(compile(path.read_text().replace("METRICS = (\\n", entry, 1), str(path), "exec"), module.__dict__)
+
+from harness import TINY_SETTINGS
+from rich.console import Console
+from uefl.experiment.comparison import RunResources, compare_experiments
+from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.run_folder import RunFolder
+from uefl.experiment.seeds import compare_seeds
+
+out, console = Path(sys.argv[1]), Console(width=150)
+experiments = parse_experiments([*TINY_SETTINGS, "iterations=1"], ["uefl"], "default")
+compare_experiments(experiments, out, RunResources(), console)
+compare_seeds(experiments, [0], out, RunResources(), console)
+"""
+
+
+def test_one_entry_adds_a_metric_to_all_tables(tmp_path):
+    """A metric that is added to the source of the registry appears in progress, table, legend, summary and seeds."""
+    command = [sys.executable, "-c", ONE_MORE_METRIC, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    (summary,) = (json.loads(path.read_text()) for path in tmp_path.glob(f"*/{RunFolder.SUMMARY_FILE}"))
+    last = summary["last"]
+    assert last["mX"] == pytest.approx(1 - last["mA"])
+    assert all(silo["error_rate"] == pytest.approx(1 - silo["accuracy"]) for silo in last["silos"].values())
+    error = f"mX {summary['last']['mX']:.2f}  mA {last['mA']:.3f}"
+    assert error in result.stdout
+    assert "err." in result.stdout
+    assert "mX: mean error rate over silos; mA: mean accuracy" in result.stdout
+    assert "| mean of last 5 rounds | mX | mA | mE | mP | mX, seeds 0 | mA, seeds 0 | mE, seeds 0 |" in result.stdout
+
+
+def test_the_names_of_metrics_and_of_shared_sums_are_unambiguous():
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    names = [name for metric in METRICS for name in metric.sums]
+    assert len(set(names)) == len(names)

@@ -1,0 +1,100 @@
+"""The Flower engine gives the same results as the serial engine."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from small_federation import (
+    QUICK_POLICY,
+    drop_seconds,
+    make_experiment,
+    make_flower_engine,
+    make_grid,
+    make_serial_engine,
+    max_difference,
+    run_rounds,
+)
+
+from uefl.algorithms import METHODS
+from uefl.core.federation import Broadcast
+from uefl.core.registry import Entry
+from uefl.data.config import DataConfig
+from uefl.flower.connect import connect
+
+EXAMPLES_FOLDER = Path(__file__).parents[2] / "examples"
+
+
+def run_both_engines(experiment, tmp_path):
+    """Return state and records of the serial engine, then of the Flower engine."""
+    serial = run_rounds(make_serial_engine(experiment), experiment)
+    return *serial, *run_rounds(make_flower_engine(make_grid(tmp_path), experiment), experiment)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not METHODS[name].network_unsupported_reason])
+def test_three_rounds_and_an_extension_agree(name, tmp_path):
+    serial, serial_records, flower, flower_records = run_both_engines(make_experiment(name), tmp_path)
+    assert torch.equal(serial.access, flower.access)
+    assert max_difference(serial, flower) < 1e-9
+    assert [drop_seconds(r) for r in serial_records] == [drop_seconds(r) for r in flower_records]
+    if name == "uefl":
+        assert flower.access.shape[1] > 8, "the codebook was not extended"
+
+
+def test_a_method_of_a_user_agrees(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES_FOLDER))
+    monkeypatch.setattr(METHODS, "_loaded", {})
+    monkeypatch.setitem(METHODS._entries, "momentum", Entry("your_algorithm:Momentum", "FedAvg with server momentum"))
+    serial, _, flower, _ = run_both_engines(make_experiment("momentum"), tmp_path)
+    assert max_difference(serial, flower) < 1e-9
+
+
+def test_local_batch_norm_statistics_agree(tmp_path):
+    serial, _, flower, _ = run_both_engines(make_experiment("fedavg", batch_norm="local"), tmp_path)
+    assert max_difference(serial, flower) < 1e-9
+
+
+def test_stored_optimizer_state_agrees(tmp_path):
+    local = replace(make_experiment("fedavg").method.local, reset_optimizer=False)
+    serial, _, flower, _ = run_both_engines(make_experiment("fedavg", local=local), tmp_path)
+    assert max_difference(serial, flower) < 1e-9
+
+
+def test_half_precision_halves_the_bytes_and_changes_the_model_little(tmp_path):
+    experiment = replace(make_experiment("fedavg", rounds=1, iterations=1), precision="float32")
+    (full, full_records), (half, half_records) = (
+        run_rounds(
+            connect(make_grid(tmp_path), experiment, num_silos=3, policy=QUICK_POLICY, half_precision=half_precision),
+            experiment,
+        )
+        for half_precision in (False, True)
+    )
+    for key in ("bytes_up", "bytes_down"):
+        assert half_records[0][key] < 0.55 * full_records[0][key]  # integer counters keep their size
+    assert 0 < max_difference(full, half) < 1e-2
+
+
+def test_a_broadcast_of_another_method_is_not_sent(tmp_path):
+    clients = make_flower_engine(make_grid(tmp_path), make_experiment("fedavg"))
+    other_method = make_experiment("fedavg", mc_samples=4).method
+    access = torch.ones(3, 0, dtype=torch.bool)
+    broadcast = Broadcast(1, clients.initial_model_state(), tuple(clients.num_examples), access, participants=("D1-1",))
+    with pytest.raises(ValueError, match="the method differs"):
+        list(clients.fit(other_method, broadcast))
+
+
+def test_metrics_of_a_target_silo_agree(tmp_path):
+    data = DataConfig(
+        train_per_silo=24,
+        image_size=14,
+        partitioner="leave-one-domain-out",
+        num_silos=(),
+        shifts=("rotate:0", "rotate:60", "rotate:120"),
+        target="rotate:120",
+    )
+    experiment = replace(make_experiment("uefl"), data=data)
+    serial, serial_records, flower, flower_records = run_both_engines(experiment, tmp_path)
+    assert max_difference(serial, flower) < 1e-9
+    assert [drop_seconds(r) for r in serial_records] == [drop_seconds(r) for r in flower_records]
+    (target_name,) = [name for name, n in make_serial_engine(experiment).num_examples.items() if not n]
+    assert set(flower_records[-1]["silos"][target_name]["target_metrics"]) == {"shared", "all", "least_uncertain"}

@@ -1,0 +1,62 @@
+"""The points at which a federated round calls its codebook; without a codebook nothing happens there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState
+
+if TYPE_CHECKING:
+    from uefl.algorithms.fedavg import FedAvg
+    from uefl.core.codebook import QuantizedFeatures
+    from uefl.models.network import Prediction
+
+
+class CodebookHooks:
+    """What a round asks of a codebook. Each hook here is the one of a method without a codebook."""
+
+    @property
+    def code_loss_weight(self) -> float:
+        """L_code divided by the mean squared distance between features and codewords."""
+        return 0.0
+
+    def check_rounds(self, method: FedAvg) -> None:
+        """Raise an `InputError` if the codebook does not fit the method's rounds."""
+        del method
+
+    def adapt_network(self, net: nn.Module) -> nn.Module:
+        """Put a codebook into the network."""
+        return net
+
+    def initialize_codebook(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
+        """Give the server its initial codewords."""
+        del method, clients
+        return server
+
+    def after_round(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
+        """Extend the codebook where an iteration ends."""
+        del method, clients
+        return server
+
+    def evaluate_targets(
+        self, method: FedAvg, clients: Clients, server: ServerState, evaluations: dict[str, Evaluations]
+    ) -> dict[str, Evaluations]:
+        """Choose the codewords of silos without training data."""
+        del method, clients, server
+        return evaluations
+
+    def loss(self, prediction: Prediction | QuantizedFeatures) -> Tensor | float:
+        """Return L_code."""
+        del prediction
+        return 0.0
+
+    def client_tasks(self, method: FedAvg) -> Mapping[str, ClientTask]:
+        """Return the client tasks of the codebook, by name."""
+        del method
+        return {}
+
+
+NO_CODEBOOK = CodebookHooks()

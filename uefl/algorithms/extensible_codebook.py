@@ -1,0 +1,227 @@
+"""The extensible codebook: evaluate, decide, extend, at the end of an iteration of Algorithm 1.
+
+It is a part, not a method: UEFL is FedAvg's round with this part, and other rounds take it as `codebook=` too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from uefl.algorithms.centroids import Centroids, compute_centroids, has_valid_centroids, merge_centroids
+from uefl.algorithms.codebook_hooks import CodebookHooks
+from uefl.algorithms.codeword_access import add_codewords, revoke_codewords, store_initial_size
+from uefl.algorithms.round_record import record_decision, record_kmeans_time, record_query_cost
+from uefl.algorithms.target_access import TargetAccess, evaluate_targets
+from uefl.core import noise_addresses as addresses
+from uefl.core.errors import InputError
+from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, is_codeword_tensor
+from uefl.core.field_rules import check_ranges, setting
+from uefl.core.metrics import Metrics, compute_metrics
+from uefl.core.noise import derive_key, normal
+
+if TYPE_CHECKING:
+    from uefl.algorithms.fedavg import FedAvg
+    from uefl.core.codebook import QuantizedFeatures
+    from uefl.models.network import Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtensibleCodebook(CodebookHooks):
+    """Codewords that all silos share, and codewords that only uncertain silos may use."""
+
+    num_codewords: int = setting(256, "Codewords v of the initial codebook and of every extension.", at_least=1)
+    segments: int = setting(4, "Segments s into which a feature is split; all use the same codewords.", at_least=1)
+    codebook_init: Literal["kmeans", "gaussian"] = setting(
+        "kmeans", "Initial codewords: centroids of features after the warm-up, or Gaussian noise (D12)."
+    )
+    warmup_rounds: int = setting(2, "Rounds without quantization before codebook_init=kmeans.", at_least=0)
+    commitment_weight: float = setting(0.25, "Weight of ‖sg(c) − z‖² in L_code, the encoder's term (D5).", at_least=0)
+    codebook_loss_weight: float = setting(
+        1.0, "Weight β of ‖c − sg(z)‖² in L_code, the codewords' term (D5).", at_least=0
+    )
+    reduction: Literal["mean", "sum"] = setting("mean", "Reduction of ‖·‖² over the channels of a feature (D18).")
+    extend: bool = setting(True, "Give uncertain silos new codewords; false keeps a static codebook (VQ-FedAvg).")
+    new_codeword_init: Literal["kmeans", "gaussian"] = setting(
+        "kmeans", "New codewords: centroids of the silo's features, or Gaussian noise (Table 15)."
+    )
+    gamma: float = setting(
+        0.1, "Threshold γ: a silo is uncertain if e_k > (1 + γ) times the reference.", at_least=0, finite=False
+    )
+    threshold_reference: Literal["min", "mean"] = setting("min", "Reference entropy over silos for the threshold (D4).")
+    min_standard_errors: float = setting(
+        2.0,
+        "Standard errors by which e_k must exceed the reference; 0 applies γ alone (D22).",
+        at_least=0,
+        finite=False,
+    )
+    extension_scope: Literal["silo", "group"] = setting(
+        "silo", "New codewords per uncertain silo, or together for all uncertain silos (D7)."
+    )
+    extension_growth: Literal["constant", "double"] = setting(
+        "constant", "Codewords per extension: v, or as many as the silo with most codewords has (D8)."
+    )
+    retention: Literal["all", "newest"] = setting(
+        "all", "Codewords a silo may use after a further extension: all, or the initial and the newest (D10)."
+    )
+    target_access: TargetAccess = setting("shared", "Codewords that a silo without training data may use (D15).")
+    initial_codebook: Literal["shared", "per_domain"] = setting(
+        "shared", "Initial codebook: one for all silos, or one per true domain (an oracle)."
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def check_rounds(self, method: FedAvg) -> None:
+        if self.codebook_init == "kmeans" and self.warmup_rounds >= method.rounds:
+            raise InputError(f"warmup_rounds={self.warmup_rounds} must be less than rounds={method.rounds}")
+
+    def adapt_network(self, net: nn.Module) -> nn.Module:
+        built: nn.Module = net.add_codebook(self.segments, self.num_codewords, self.reduction)  # type: ignore[operator]
+        return built
+
+    def loss(self, prediction: Prediction | QuantizedFeatures) -> Tensor:
+        """Return L_code = commitment_weight · ‖sg(c) − z‖² + codebook_loss_weight · ‖c − sg(z)‖² (Eq. 5)."""
+        commitment_loss, codebook_loss = prediction.commitment_loss, prediction.codebook_loss
+        return self.commitment_weight * commitment_loss + self.codebook_loss_weight * codebook_loss
+
+    @property
+    def code_loss_weight(self) -> float:
+        """L_code divided by the mean squared distance, which is the value of both its terms."""
+        return self.commitment_weight + self.codebook_loss_weight
+
+    # --- the initial codebook -------------------------------------------------------------------------------------
+
+    def initialize_codebook(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
+        """Draw Gaussian codewords, or start without codewords until the warm-up is over."""
+        names = [n for n in server.model_state if is_codeword_tensor(n)]
+        like = torch.stack([server.model_state[n] for n in names])  # [M, v, D]
+        server = server.replace(model_state={**server.model_state, **{n: server.model_state[n][:0] for n in names}})
+        if self.codebook_init == "kmeans" and self.warmup_rounds:
+            return server
+        if self.codebook_init == "kmeans":
+            return self.fit_initial_codebook(method, clients, server).replace(open_record={})
+        for i, silo_names in enumerate(self.group_silos(clients, server.silo_names)):
+            noise = normal(derive_key(clients.seed, i, addresses.INITIAL_CODEWORDS), like.shape)
+            server = add_codewords(server, silo_names, noise.to(like))
+        return store_initial_size(server)
+
+    def group_silos(self, clients: Clients, silo_names: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return the groups of silos that share an initial codebook: all silos, or those of one true domain."""
+        if self.initial_codebook == "shared":
+            return [tuple(silo_names)]
+        domains = clients.domains
+        return [tuple(s for s in silo_names if domains[s] == d) for d in sorted(set(domains.values()))]
+
+    def fit_initial_codebook(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
+        """Fit initial codewords by federated K-means: silos send centroids, the server merges them (D12)."""
+        started = time.perf_counter()
+        server, centroids = self.query_centroids(method, clients, server, server.silo_names, self.num_codewords)
+        for silo_names in self.group_silos(clients, server.silo_names):
+            pieces = [centroids[s] for s in silo_names if s in centroids]
+            if pieces:
+                merged = merge_centroids(pieces, self.num_codewords, clients.seed)
+                server = add_codewords(server, silo_names, merged)
+        seconds = time.perf_counter() - started
+        return record_kmeans_time(store_initial_size(server), seconds, initial_codewords=server.access.shape[1])
+
+    # --- the end of an iteration ----------------------------------------------------------------------------------
+
+    def after_round(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
+        """Fit the initial codebook after the warm-up; extend it at the end of an iteration (D9)."""
+        ends_warmup = server.round == self.warmup_rounds and self.codebook_init == "kmeans"
+        ends_iteration = server.round == method.rounds + server.iteration * method.extra_rounds < method.total_rounds
+        if not ends_warmup and (not ends_iteration or server.is_codebook_final or not self.extend):
+            return server
+        # Evaluate uncertainty for each client with the integrated model                               (Algorithm 1)
+        server, evaluations = method.evaluate_clients(clients, server)
+        if ends_warmup:
+            return method.complete_open_record(self.fit_initial_codebook(method, clients, server), evaluations)
+        # e_k > (1 + γ) min_j e_j
+        validation = {n: e.received["validation"] for n, e in evaluations.items() if "validation" in e.received}
+        uncertain_silos = self.find_uncertain_silos({n: compute_metrics(sums) for n, sums in validation.items()})
+        # K-means initialize another v codewords and add them to codebook; v_k ← v_k + v
+        extended = self.extend_codebook(method, clients, server, uncertain_silos) if uncertain_silos else server
+        # Reduce the number of communication rounds; repeat until no silo is uncertain
+        extended = extended.replace(iteration=server.iteration + 1, is_codebook_final=not uncertain_silos)
+        return method.complete_open_record(record_decision(extended, uncertain_silos, before=server), evaluations)
+
+    def find_uncertain_silos(self, metrics: Mapping[str, Metrics]) -> tuple[str, ...]:
+        """Return silos whose entropy e_k exceeds the threshold of Eq. 7, and by more than noise (D4, D22)."""
+        # A missing e_k is neither the minimum nor uncertain.
+        metrics = {name: m for name, m in metrics.items() if math.isfinite(m["entropy"])}
+        if not metrics:
+            return ()
+        entropy = {name: m["entropy"] for name, m in metrics.items()}
+        squared_errors = {n: m["entropy_variance"] / max(m["num_examples"], 1) for n, m in metrics.items()}
+        least = min(entropy, key=lambda name: entropy[name])
+        reference, reference_error = entropy[least], squared_errors[least]
+        if self.threshold_reference == "mean":
+            reference = sum(entropy.values()) / len(entropy)
+            reference_error = sum(squared_errors.values()) / len(entropy) ** 2
+
+        def is_uncertain(name: str) -> bool:
+            error = math.sqrt(squared_errors[name] + reference_error)
+            exceeds_noise = entropy[name] - reference > self.min_standard_errors * error
+            return entropy[name] > (1 + self.gamma) * reference and exceeds_noise
+
+        return tuple(sorted(filter(is_uncertain, entropy)))
+
+    def extend_codebook(
+        self, method: FedAvg, clients: Clients, server: ServerState, uncertain_silos: tuple[str, ...]
+    ) -> ServerState:
+        """Add codewords for the uncertain silos; all present codewords stay as they are."""
+        started = time.perf_counter()
+        access_rows = server.access[[server.silo_names.index(name) for name in uncertain_silos]]
+        v = self.num_codewords if self.extension_growth == "constant" else int(access_rows.sum(1).max())
+        server, centroids = self.query_centroids(method, clients, server, uncertain_silos, v)
+        if self.new_codeword_init == "gaussian":
+            centroids = {n: self.draw_codewords(clients.seed, n, server.round, c) for n, c in centroids.items()}
+        receivers = tuple(centroids)
+        if self.retention == "newest":
+            server = revoke_codewords(server, receivers)
+        if self.extension_scope == "group" and centroids:
+            server = add_codewords(server, receivers, merge_centroids(list(centroids.values()), v, clients.seed))
+        else:
+            for silo_name, (codewords, _) in centroids.items():
+                server = add_codewords(server, (silo_name,), codewords)
+        return record_kmeans_time(server, time.perf_counter() - started)
+
+    @staticmethod
+    def draw_codewords(seed: int, silo_name: str, round_number: int, like: Centroids) -> Centroids:
+        """Return Gaussian codewords in place of a silo's centroids."""
+        noise_key = derive_key(seed, silo_name, round_number, addresses.NEW_CODEWORDS)
+        return like._replace(centroids=normal(noise_key, like.centroids.shape).to(like.centroids))
+
+    def query_centroids(
+        self, method: FedAvg, clients: Clients, server: ServerState, silo_names: tuple[str, ...], v: int
+    ) -> tuple[ServerState, dict[str, Centroids]]:
+        """Ask silos for at most v centroids of their own training features; leave out invalid answers."""
+        broadcast = method.make_broadcast(clients, server)
+        broadcast = broadcast._replace(
+            participants=tuple(name for name in silo_names if clients.num_examples[name]),
+            extras={**broadcast.extras, "num_codewords": torch.tensor(v)},
+        )
+        like = torch.stack([t[:0] for n, t in server.model_state.items() if is_codeword_tensor(n)])  # [M, 0, D]
+        replies = list(clients.query(method, "compute_centroids", broadcast, ("train",)))
+        answers = {r.silo_name: r.answers.get("train", {}) for r in replies if not r.rejected}
+        centroids = {n: Centroids(**answer) for n, answer in answers.items() if has_valid_centroids(answer, like, v)}
+        return record_query_cost(server, replies, 0.0), centroids  # the time is recorded as K-means time
+
+    # --- silos and their tasks ------------------------------------------------------------------------------------
+
+    def evaluate_targets(
+        self, method: FedAvg, clients: Clients, server: ServerState, evaluations: dict[str, Evaluations]
+    ) -> dict[str, Evaluations]:
+        return evaluate_targets(method, clients, server, evaluations, self.target_access)
+
+    def client_tasks(self, method: FedAvg) -> Mapping[str, ClientTask]:
+        compute = partial(compute_centroids, batch_size=method.local.eval_batch_size)
+        return {"compute_centroids": ClientTask(compute, needs_full_split=True)}

@@ -1,0 +1,97 @@
+"""The record of a round: started after training, completed when the silos have evaluated the round's model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from uefl.core.federation import Evaluations, Reply, ServerState, Tensors
+from uefl.core.metrics import compute_metrics
+
+
+def start_record(server: ServerState, replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
+    """Return the record of a round before its model is evaluated."""
+    num_codewords = server.access.sum(1).tolist()
+    silos: dict[str, dict[str, Any]] = {
+        name: {"num_codewords": v, "is_uncertain": False} for name, v in zip(server.silo_names, num_codewords)
+    }
+    for reply in replies:
+        silos[reply.silo_name] |= _describe_reply(reply)
+    return {
+        "round": server.round,
+        "iteration": server.iteration,
+        "participants": sorted(r.silo_name for r in replies),
+        "total_codewords": server.access.shape[1],
+        **_sum_cost(replies, seconds),
+        "kmeans_seconds": 0.0,
+        "silos": silos,
+    }
+
+
+def record_kmeans_time(server: ServerState, seconds: float, **entries: Any) -> ServerState:
+    """Add K-means time, and further entries, to the open record."""
+    earlier = server.open_record.get("kmeans_seconds", 0.0)
+    return server.replace(open_record={**server.open_record, "kmeans_seconds": earlier + seconds, **entries})
+
+
+def record_query_cost(server: ServerState, replies: Sequence[Reply], seconds: float) -> ServerState:
+    """Add the cost of a query outside the training message to the open record."""
+    cost = {name: server.open_record.get(name, 0) + more for name, more in _sum_cost(replies, seconds).items()}
+    return server.replace(open_record={**server.open_record, **cost})
+
+
+def record_decision(server: ServerState, uncertain_silos: Sequence[str], before: ServerState) -> ServerState:
+    """Add to the open record which silos are uncertain and how many codewords each received."""
+    new_codewords = server.access[:, before.access.shape[1] :].sum(1).tolist()
+    silos = {
+        name: {**server.open_record["silos"][name], "is_uncertain": name in uncertain_silos, "new_codewords": count}
+        for name, count in zip(server.silo_names, new_codewords)
+    }
+    return server.replace(open_record={**server.open_record, "silos": silos, "has_decision": True})
+
+
+def complete_record(
+    server: ServerState, evaluations: Mapping[str, Evaluations], code_loss_weight: float
+) -> ServerState:
+    """Complete the open record with the silos' evaluations of its model; a silo without one has no metrics in it."""
+    if not server.open_record:
+        return server
+    silos = dict(server.open_record["silos"])
+    for silo_name, evaluation in evaluations.items():
+        silos[silo_name] = {**silos[silo_name], **_describe_evaluation(evaluation, code_loss_weight)}
+    record = {**server.open_record, "silos": silos}
+    return server.replace(open_record={}, completed_records=(*server.completed_records, record))
+
+
+def _sum_cost(replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
+    return {
+        "bytes_down": sum(r.received_bytes for r in replies),
+        "bytes_up": sum(r.sent_bytes for r in replies),
+        "seconds": seconds,
+    }
+
+
+def _describe_reply(reply: Reply) -> dict[str, Any]:
+    entries: dict[str, Any] = {
+        "bytes_down": reply.received_bytes,
+        "bytes_up": reply.sent_bytes,
+        "seconds": reply.seconds,
+    }
+    entries |= {name: text for name, text in (("rejected", reply.rejected), ("note", reply.note)) if text}
+    if "test" in reply.evaluations.local:
+        metrics = compute_metrics(reply.evaluations.local["test"])
+        entries |= {"local_accuracy": metrics["accuracy"], "local_entropy": metrics["entropy"]}
+    return entries
+
+
+def _describe_evaluation(evaluation: Evaluations, code_loss_weight: float) -> dict[str, Any]:
+    """Return the metrics of the test split, and below their names those of other splits and of target access."""
+    splits = {split: _compute_silo_metrics(s, code_loss_weight) for split, s in evaluation.received.items()}
+    entries: dict[str, Any] = splits.pop("test", {})
+    targets = {name: _compute_silo_metrics(s, code_loss_weight) for name, s in evaluation.target.items()}
+    return {**entries, **splits, **({"target_metrics": targets} if targets else {})}
+
+
+def _compute_silo_metrics(sums: Tensors, code_loss_weight: float) -> dict[str, float]:
+    metrics = compute_metrics(sums)
+    return {**metrics, "code_loss": metrics["quantization_error"] * code_loss_weight}

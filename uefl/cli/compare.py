@@ -1,0 +1,71 @@
+"""`uefl compare`: run several methods with equal numbers of rounds, and print one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from uefl.cli.options import (
+    Arguments,
+    DeviceOption,
+    EngineOption,
+    OutputOption,
+    PresetOption,
+    SkipBadOption,
+    StrictOption,
+    ThreadsOption,
+    add_flag_settings,
+)
+from uefl.core.errors import InputError
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(compare)
+
+
+def compare(
+    arguments: Arguments = None,
+    out: OutputOption = Path("runs"),
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = 1,
+    workers: Annotated[int, typer.Option(help="Number of parallel runs; 0 means one per core.")] = 0,
+    engine: EngineOption = "auto",
+    preset: PresetOption = "default",
+    seeds: Annotated[
+        str, typer.Option(help="Comma-separated seeds, such as 0,1,2; prints means with standard errors.")
+    ] = "",
+    skip_bad: SkipBadOption = False,
+    strict: StrictOption = False,
+) -> None:
+    """Run several methods with equal numbers of rounds and compare them in one table.
+
+    FedAvg runs with and without layer norm; the table shows the variant with
+    the higher validation accuracy. If you set `feature_norm=`, FedAvg runs once
+    with that setting.
+
+    \b
+    Examples:
+      uefl compare
+      uefl compare --seeds 0,1,2
+      uefl compare fedavg vq-fedavg uefl seed=2
+    """
+    from uefl.experiment.parsing import parse_experiments
+
+    arguments = add_flag_settings(arguments, skip_bad=skip_bad, strict=strict)
+    if seeds and (seed := next((a for a in arguments if a.startswith("seed=")), "")):
+        raise InputError(f"use either {seed} or --seeds {seeds}, not both")
+    experiments = parse_experiments(arguments, ["fedavg", "uefl"], preset)
+    from rich.console import Console
+
+    from uefl.experiment.comparison import RunResources, add_fedavg_no_layer_norm, compare_experiments
+    from uefl.experiment.seeds import compare_seeds, parse_seeds
+
+    if not any(a.partition("=")[0].endswith("feature_norm") for a in arguments):
+        experiments = add_fedavg_no_layer_norm(experiments)
+    resources = RunResources(device, threads, workers, engine)
+    if seeds:
+        compare_seeds(experiments, parse_seeds(seeds), out, resources, Console())
+    else:
+        compare_experiments(experiments, out, resources, Console())

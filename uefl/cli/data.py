@@ -1,0 +1,70 @@
+"""`uefl data`: inspect silos before training on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from uefl.cli.options import SkipBadOption, StrictOption, add_flag_settings
+
+group = typer.Typer(help="Inspect images and silos.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(group, name="data")
+
+
+@group.callback()
+def data() -> None:
+    """Inspect images and silos."""
+
+
+@group.command()
+def show(
+    dataset: Annotated[str, typer.Argument(help="Data set, such as mnist5k; `uefl list data` lists them.")],
+    assignments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FIELD=VALUE]...", help="Settings, such as partitioner=dirichlet-vhl alpha=0.3."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Figure to write; an existing file is never overwritten.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the partitioner.")] = 0,
+    skip_bad: SkipBadOption = False,
+    strict: StrictOption = False,
+) -> None:
+    """Count and plot the examples of every silo.
+
+    Partitions a data set into silos, prints the number of examples per silo,
+    and plots sample images and label histograms.
+
+    \b
+    Examples:
+      uefl data show mnist
+      uefl data show mnist partitioner=dirichlet alpha=0.3 --out silos.png
+    """
+    from uefl.data import PARTITIONERS, SOURCES
+    from uefl.experiment.parsing import get_assigned_value
+
+    settings = add_flag_settings(assignments, skip_bad=skip_bad, strict=strict)
+    partitioner = get_assigned_value(settings, "partitioner")  # it determines the defaults of the other settings
+    SOURCES.check_name(dataset)
+    if partitioner:
+        PARTITIONERS.check_name(partitioner)
+
+    import torch
+    from rich.console import Console
+
+    from uefl.data.defaults import get_default_config
+    from uefl.data.preview import draw_silos, make_count_table
+    from uefl.data.quality import collect_warnings
+    from uefl.experiment.settings import override_settings
+
+    torch.set_num_threads(1)
+    silos, images = override_settings(get_default_config(dataset, partitioner), settings).load(seed)
+    console = Console()
+    console.print(make_count_table(silos, images))
+    for line in collect_warnings(silos, images):
+        console.print(f"warning: {line}", style="yellow")
+    figure = draw_silos(silos, images, out or Path(f"{dataset}-silos.png"))
+    console.print(f"figure: {figure}", soft_wrap=True)

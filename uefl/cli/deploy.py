@@ -1,0 +1,88 @@
+"""`uefl deploy`: run a federation across machines, on Flower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from uefl.core.errors import InputError
+
+group = typer.Typer(help="Run a federation across machines, on Flower.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(group, name="deploy")
+
+
+@contextmanager
+def _require_flower() -> Iterator[None]:
+    try:
+        yield
+    except ImportError:
+        raise InputError("this needs Flower: install uefl with its extra `flower` (README, Install)") from None
+
+
+@group.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="New folder to write into.")],
+    silos: Annotated[list[str], typer.Argument(help="Names of the silos, such as north south west.")],
+    address: Annotated[str, typer.Option(help="Host name or address at which silos reach the coordinator.")],
+    port: Annotated[int, typer.Option(help="Port of the coordinator, the only one to open.")] = 8443,
+    federation_name: Annotated[
+        str, typer.Option(help="Name of the federation; a different name starts a different run.")
+    ] = "federation",
+) -> None:
+    """Write the files of a new federation.
+
+    These are certificates, keys, configuration, start scripts and systemd units.
+
+    \b
+    Example:
+      uefl deploy init hospitals north south west --address fl.example.org
+    """
+    from rich.console import Console
+
+    with _require_flower():
+        from uefl.flower.deployment import write_deployment
+    write_deployment(folder, silos, address=address, port=port, federation_name=federation_name)
+    console = Console()
+    console.print(f"written: {folder}", soft_wrap=True)
+    console.print(f"coordinator: {folder / 'coordinator'}: superlink.sh, register.sh, then run.sh", soft_wrap=True)
+    for silo_name in silos:
+        path = folder / "silos" / silo_name
+        console.print(f"{silo_name}: {path}: put images into data/, then start supernode.sh", soft_wrap=True)
+    console.print("Give each silo only its own folder, and keep authority/ca.key off the network.")
+
+
+@group.command()
+def check(file: Annotated[Path, typer.Argument(help="federation.toml of a coordinator.")]) -> None:
+    """Check the run configuration of a coordinator; run.sh does this before a run.
+
+    \b
+    Example:
+      uefl deploy check hospitals/coordinator/federation.toml
+    """
+    with _require_flower():
+        from uefl.flower.deployment import check_run_config
+    check_run_config(file)
+
+
+@group.command()
+def demo(
+    folder: Annotated[Path, typer.Argument(help="New folder to write into.")] = Path("runs/deploy-demo"),
+) -> None:
+    """Run three silos on this machine over TLS, each with its own folder of digits.
+
+    \b
+    Example:
+      uefl deploy demo
+    """
+    from rich.console import Console
+
+    with _require_flower():
+        from uefl.flower.demo import run_demo
+    run_demo(folder.resolve(), Console())

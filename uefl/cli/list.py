@@ -1,0 +1,116 @@
+"""`uefl list`: list methods, data sets, partitioners, encoders and engines, or the settings of a method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from uefl.core.registry import Registry
+
+PIPE_WIDTH = 160  # of a pipe or a file, which have no width of their own
+METHOD_VARIANTS = {  # baselines of the paper that are a method with other settings
+    "fedavg ensemble_size=5": "Deep ensemble of five networks instead of dropout (Lakshminarayanan et al., 2017)",
+    "fedavg dropout=0 evaluate_train=true epochs=8 schedule=cosine": (
+        "Neural collapse: no dropout; training continues after zero training error (Papyan et al., 2020)"
+    ),
+}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("list")(list_topic)
+
+
+def list_topic(
+    topic: Annotated[
+        str, typer.Argument(help="methods, data, partitioners, encoders, engines, or a method for its settings")
+    ] = "",
+) -> None:
+    """List what can be chosen, or all settings of a method.
+
+    \b
+    Examples:
+      uefl list
+      uefl list data
+      uefl list uefl
+    """
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_WIDTH)
+    print_topic(topic, console)
+
+
+def print_topic(topic: str, console: Console) -> None:
+    """Print one topic, or all of them, or the settings of a method."""
+    from uefl.algorithms import METHODS
+    from uefl.core.errors import unknown_value_error
+    from uefl.data import PARTITIONERS, SOURCES
+    from uefl.engines import ENGINES
+    from uefl.models import ENCODERS
+
+    registries: dict[str, Registry[Any]] = {
+        "methods": METHODS,
+        "data": SOURCES,
+        "partitioners": PARTITIONERS,
+        "encoders": ENCODERS,
+        "engines": ENGINES,
+    }
+    if topic in METHODS:
+        _print_settings(topic, console)
+    elif topic and topic not in registries:
+        raise unknown_value_error("topic", topic, (*registries, *METHODS))
+    else:
+        for title in [topic] if topic else registries:
+            _print_entries(title, {name: registries[title].describe(name) for name in registries[title]}, console)
+            if title == "methods":
+                _print_entries("methods with other settings", METHOD_VARIANTS, console)
+
+
+def _print_entries(title: str, entries: Mapping[str, str], console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2), title=f"[bold]{title}[/bold]", title_justify="left")
+    for name, description in entries.items():
+        table.add_row(f"[bold]{name}[/bold]", description)
+    console.print(table)
+    console.print()
+
+
+def _print_settings(method_name: str, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from uefl.experiment.parsing import DEFAULT_DATASET
+    from uefl.experiment.recipes import make_experiment
+
+    console.print(f"Settings of {method_name} on {DEFAULT_DATASET}. Change any of them as field=value, or as")
+    console.print("group.field=value where two groups have a field of that name.\n")
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    table.add_column("field", no_wrap=True)
+    for heading, width in (("default", 13), ("type", 20), ("meaning", None)):
+        table.add_column(heading, overflow="fold", max_width=width)
+    for group, rows in describe_settings(make_experiment(method_name, DEFAULT_DATASET)).items():
+        table.add_row(f"[bold]{group or 'experiment'}[/bold]")
+        for name, *cells in rows:
+            table.add_row(f"  {name}", *(Text(cell) for cell in cells))
+    console.print(table)
+
+
+def describe_settings(settings: Any) -> dict[str, list[tuple[str, str, str, str]]]:
+    """Return name, default, type and meaning of every setting, by group, such as `method.local`."""
+    from uefl.experiment.settings import describe_type, format_value, get_help_text, iterate_settings
+
+    groups: dict[str, list[tuple[str, str, str, str]]] = {}
+    for (*parents, name), value in iterate_settings(settings):
+        owner = type(reduce(getattr, parents, settings))
+        default = format_value(value).replace(",", ", ")  # so that a list breaks between its entries
+        row = (name, default, describe_type(owner, name), get_help_text(owner, name))
+        groups.setdefault(".".join(parents), []).append(row)
+    return groups

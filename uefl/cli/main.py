@@ -1,0 +1,97 @@
+"""`uefl`, the command line. A user's mistake is answered by one line on stderr and exit code 2, not by a traceback."""
+
+from __future__ import annotations
+
+import io
+import pkgutil
+import sys
+from importlib import import_module
+from typing import Annotated, NoReturn
+
+import typer
+
+from uefl import __version__, cli
+from uefl.core.errors import InputError, ResumableError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="""Federated learning across silos whose data do not look alike.
+
+Each silo measures the model's uncertainty on its own data; silos with
+unusually high uncertainty receive additional codewords.
+
+\b
+  uefl compare                     FedAvg and UEFL on embedded digits
+  uefl run                         UEFL alone on the same digits
+  uefl run uefl mnist gamma=0.2    another data set, one setting changed
+  uefl list                        methods, data sets, partitioners, encoders, engines
+  uefl list uefl                   every setting of a method
+  uefl data show mnist             a figure of the silos, before training
+  uefl show runs/…                 the table of a finished run
+
+Each run writes to its own folder in `runs/`. Results are never overwritten:
+repeating a command shows a finished run or resumes an unfinished one.""",
+)
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"uefl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def register_commands() -> None:
+    """Register the command of every module of this package that has a function `register`."""
+    for module_info in pkgutil.iter_modules(cli.__path__):
+        if module_info.name != "main":
+            module = import_module(f"{cli.__name__}.{module_info.name}")
+            if hasattr(module, "register"):
+                module.register(app)
+
+
+register_commands()
+
+
+def main() -> None:
+    """Run the command line; errors that a user can correct are one line and an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # shows progress through a pipe or in a log file too
+    try:
+        app()
+    except InputError as e:
+        _exit(2, str(e))
+    except ResumableError as e:
+        _exit(3, str(e))
+    except RuntimeError as e:
+        if not _is_out_of_memory(e):
+            raise
+        reason = str(e).partition(". ")[0]  # the rest is advice to developers
+        _exit(2, f"the device is out of memory ({reason}); reduce local.batch_size")
+    except KeyboardInterrupt:
+        _exit(130, "stopped; run the same command again to resume after the last completed round")
+
+
+def _exit(code: int, message: str) -> NoReturn:
+    print(f"uefl: {message}", file=sys.stderr)  # noqa: T201
+    sys.exit(code)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    torch = sys.modules.get("torch")  # not imported here for the sake of commands that do without it
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
+if __name__ == "__main__":
+    main()

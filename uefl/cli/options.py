@@ -1,0 +1,47 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[METHOD] [DATA] [FIELD=VALUE]...",
+        help="Method, data set and settings (see `uefl list`); by default, the embedded digits.",
+    ),
+]
+OutputOption = Annotated[Path, typer.Option(help="Folder for run folders.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or one of several: cuda:1.")]
+ThreadsOption = Annotated[
+    int, typer.Option(help="PyTorch threads per run; more than one can be slower on shared cores.")
+]
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        help="serial: one silo after another; stacked: many silos in one tensor; compiled: stacked with torch.compile "
+        "(CUDA); flower: one process per silo; auto: serial on a CPU, the fastest suitable engine on CUDA."
+    ),
+]
+PresetOption = Annotated[
+    str, typer.Option(help="default: the best configuration by validation; paper: the configuration of the paper.")
+]
+SkipBadOption = Annotated[
+    bool, typer.Option("--skip-bad", help="Skip invalid images, rows and silos, and report how many were skipped.")
+]
+StrictOption = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Treat warnings as errors: training images repeated in the test split, silos with only one class.",
+    ),
+]
+
+
+def add_flag_settings(arguments: Sequence[str] | None, *, skip_bad: bool, strict: bool) -> list[str]:
+    """Return the arguments with the flags appended as settings."""
+    return [*(arguments or []), *(["skip_bad=true"] if skip_bad else []), *(["strict=true"] if strict else [])]

@@ -1,0 +1,1 @@
+"""Values and protocol of a federation, and the computations that every floor uses."""

@@ -1,0 +1,84 @@
+"""Average replies one by one: θ ← Σ n_k/n θ_k (Eq. 3); each codeword over the silos that may use it (D6, D11).
+
+`torch._foreach_*` is a private function that handles all tensors of a reply in one launch; the benchmark
+`many-clients` averages 100 replies per round on a GPU and needs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from uefl.core.federation import Reply, Tensors, gather_accessible_rows, is_codeword_tensor
+
+
+class WeightedMean:
+    """A running weighted mean of replies; its memory does not depend on the number of silos."""
+
+    def __init__(self, previous: Tensors) -> None:
+        self.previous = previous
+        self.sums: Tensors = {}
+        self.total_weights: dict[str, float] = {}  # of all tensors but codewords
+        self.codeword_weights: Tensors = {}  # of codewords, per row
+
+    def add(self, tensors: Tensors, weight: float, access_row: Tensor) -> None:
+        """Add one silo's tensors; `access_row` tells which codewords they contain."""
+        for name in tensors.keys() - self.sums.keys():
+            self.sums[name] = torch.zeros_like(self.previous[name], dtype=torch.float64)
+            if is_codeword_tensor(name):
+                self.codeword_weights[name] = self.sums[name].new_zeros(len(self.previous[name]))
+        for name in filter(is_codeword_tensor, tensors):
+            self.sums[name][access_row] += weight * tensors[name].double()
+            self.codeword_weights[name][access_row] += weight
+        other_names = [name for name in tensors if not is_codeword_tensor(name)]
+        if other_names:
+            scaled = torch._foreach_mul([tensors[name].double() for name in other_names], weight)
+            torch._foreach_add_([self.sums[name] for name in other_names], scaled)
+        for name in other_names:
+            self.total_weights[name] = self.total_weights.get(name, 0.0) + weight
+
+    def result(self) -> Tensors:
+        """Return the mean; tensors that no silo sent, and codewords that no silo used, keep their previous values."""
+        result = dict(self.previous)
+        for name, total in self.sums.items():
+            previous = self.previous[name]
+            if is_codeword_tensor(name):
+                weights = self.codeword_weights[name].reshape(-1, *[1] * (previous.dim() - 1))
+                mean = total / torch.where(weights > 0, weights, 1)
+                result[name] = torch.where(weights > 0, mean.to(previous.dtype), previous)
+            else:
+                mean = total / self.total_weights[name]
+                result[name] = (mean if previous.is_floating_point() else mean.round()).to(previous.dtype)
+        return result
+
+
+def find_reply_error(reply: Reply, model_state: Tensors, access_row: Tensor) -> str:
+    """Return why a reply must not be averaged, or an empty string."""
+    expected = gather_accessible_rows(model_state, access_row)
+    if not 0 < reply.num_examples < math.inf:
+        return f"num_examples={reply.num_examples} is not a positive number"
+    if set(reply.tensors) != set(expected):
+        name = min(set(reply.tensors) ^ set(expected))
+        return f"tensor {name} is {'missing' if name in expected else 'not expected'}"
+    for name, tensor in reply.tensors.items():
+        if tensor.shape != expected[name].shape:
+            return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
+    floats = {n: t for n, t in {**reply.extras, **reply.tensors}.items() if t.is_floating_point() and t.numel()}
+    if floats:  # maximum norms, so that one transfer from the device is enough
+        largest = torch.stack([t.double() for t in torch._foreach_norm(list(floats.values()), math.inf)])
+        for name, finite in zip(floats, torch.isfinite(largest).tolist()):
+            if not finite:
+                return f"{name} is not finite"
+    return ""
+
+
+def sum_tensors(tensor_dicts: Iterable[Tensors], like: Mapping[str, Tensor]) -> Tensors:
+    """Return the sums over silos, tensor by tensor; tensors in other shapes than `like` are left out."""
+    total: Tensors = {}
+    for tensors in tensor_dicts:
+        if {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in like.items()}:
+            total = {n: total[n] + t for n, t in tensors.items()} if total else dict(tensors)
+    return total

@@ -1,0 +1,68 @@
+"""The network of one client, as losses and client tasks use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+Tensors = dict[str, Tensor]
+
+
+class ClientModel:
+    """A network bound to the tensors of one client."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        params: Tensors,
+        *,
+        extras: Tensors | None = None,
+        received_state: Tensors | None = None,
+        client_state: Tensors | None = None,
+        buffers: Tensors | None = None,
+        is_bound: bool = True,
+    ) -> None:
+        self.net = net
+        self.params = params  # trainable tensors, by name
+        self.buffers = buffers or {}  # other tensors of the network, if they are not the network's own
+        self.extras = extras or {}  # extras of the broadcast
+        self.received_state = received_state or {}  # θ as it arrived this round
+        self.client_state = client_state or {}  # tensors this silo stores between rounds, beside the network's
+        self._is_bound = is_bound  # `params` are the network's own tensors
+
+    def call(self, method_name: str, *args: Any) -> Any:
+        """Call a method of the network, or of a part of it (`classifier.head`), with this client's tensors."""
+        if self._is_bound:
+            return attrgetter(method_name)(self.net)(*args)
+        tensors = {f"net.{n}": t for n, t in {**self.buffers, **self.params}.items()}
+        return functional_call(_MethodCaller(self.net), tensors, (method_name, *args))
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.call("forward", x)
+
+    def with_params(self, params: Mapping[str, Tensor]) -> ClientModel:
+        """Return the same network with some tensors replaced."""
+        return ClientModel(
+            self.net,
+            {**self.params, **params},
+            extras=self.extras,
+            received_state=self.received_state,
+            client_state=self.client_state,
+            buffers=self.buffers,
+            is_bound=False,
+        )
+
+
+class _MethodCaller(nn.Module):
+    """Reach every method of a network through `functional_call`, which itself reaches only `forward`."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, method_name: str, *args: Any) -> Any:
+        return attrgetter(method_name)(self.net)(*args)

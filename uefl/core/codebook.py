@@ -1,0 +1,132 @@
+"""A codebook that all segments of a feature share: nearest codeword, straight-through gradient, L_code, perplexity.
+
+Van den Oord et al., Neural discrete representation learning (2017), and section 3.2 of the UEFL paper. A silo's
+codebook holds only the codewords that this silo may use; the server's ledger decides which ones.
+
+Legend: B images, l tokens per image, d channels, s segments, N = B·l·s, D = d/s size of a codeword, V codewords.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from uefl.core.errors import InputError
+
+
+class QuantizedFeatures(NamedTuple):
+    """Features after quantization."""
+
+    z: Tensor  # [B, l, d] codewords in place of segments, with a straight-through gradient
+    codeword_indices: Tensor  # [B, l, s]
+    commitment_loss: Tensor  # ‖sg(c) − z‖², trains the encoder
+    codebook_loss: Tensor  # ‖c − sg(z)‖², trains the codewords
+
+
+def bypass_quantization(z: Tensor) -> QuantizedFeatures:
+    """Return features unchanged, without codewords."""
+    zero = z.new_zeros(())
+    return QuantizedFeatures(z, torch.zeros(*z.shape[:-1], 0, dtype=torch.int64, device=z.device), zero, zero)
+
+
+def to_tokens(z: Tensor) -> Tensor:
+    """Return an encoder's output, [B,d,h,w], [B,l,d] or [B,d], as tokens [B,l,d]."""
+    if z.dim() == 4:
+        return z.flatten(2).transpose(1, 2)
+    if z.dim() == 2:
+        return z.unsqueeze(1)
+    if z.dim() == 3:
+        return z
+    raise InputError(f"an encoder must return [B,d,h,w], [B,l,d] or [B,d], not a tensor of shape {tuple(z.shape)}")
+
+
+class Codebook(nn.Module):
+    """The codewords one silo may use. Without codewords (during the warm-up) features pass unchanged."""
+
+    def __init__(
+        self, num_features: int, segments: int, num_codewords: int = 0, reduction: Literal["mean", "sum"] = "mean"
+    ) -> None:
+        super().__init__()
+        if num_features % segments:
+            raise InputError(f"segments={segments} does not divide the encoder's {num_features} channels")
+        self.segments = segments
+        self.scale = num_features if reduction == "sum" else 1  # ‖·‖² of a token, or its mean over channels (D18)
+        self.codewords = nn.Parameter(torch.randn(num_codewords, num_features // segments))  # Gaussian, as in the paper
+
+    def split_segments(self, z: Tensor) -> Tensor:
+        """Return tokens [B,l,d] as segments [N,D], the input of the quantizer and of K-means (D20)."""
+        return z.reshape(-1, z.shape[-1] // self.segments)
+
+    def find_nearest(self, segments: Tensor) -> Tensor:
+        """Return the index of the nearest codeword, by squared Euclidean distance, of each row of [N,D]."""
+        # |z−c|² = |z|² − 2 z·c + |c|², and |z|² does not change the order. Half precision would confuse near codewords.
+        with torch.autocast(segments.device.type, enabled=False):
+            distance = torch.addmm(
+                self.codewords.square().sum(1), segments.to(self.codewords.dtype), self.codewords.t(), alpha=-2
+            )
+        return distance.argmin(1)
+
+    def look_up(self, indices: Tensor) -> Tensor:
+        """Return codewords [N,D] by their indices [N]."""
+        if not has_matmul_backward(indices):
+            return F.embedding(indices, self.codewords)
+        codewords: Tensor = CodewordLookup.apply(self.codewords, indices)  # type: ignore[no-untyped-call]
+        return codewords
+
+    def forward(self, z: Tensor) -> QuantizedFeatures:
+        if self.codewords.shape[0] == 0:
+            return bypass_quantization(z)
+        indices = self.find_nearest(self.split_segments(z).detach())  # i = argmin_j ‖z − c_j‖ (Eq. 4)
+        codewords = self.look_up(indices).reshape(z.shape)
+        commitment_loss = self.scale * F.mse_loss(z, codewords.detach())  # both terms of L_code (Eq. 5)
+        codebook_loss = self.scale * F.mse_loss(codewords, z.detach())
+        indices = indices.reshape(*z.shape[:-1], self.segments)
+        return QuantizedFeatures(z + (codewords - z).detach(), indices, commitment_loss, codebook_loss)
+
+
+def has_matmul_backward(indices: Tensor) -> bool:
+    """Return whether gradients of codewords are summed by a matrix product."""
+    return indices.is_cuda
+
+
+class CodewordLookup(torch.autograd.Function):
+    """Codewords by their indices; the backward pass is a matrix product with the one-hot indices.
+
+    On CUDA, a deterministic scatter of the gradients would take a ninth of a training step.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(codewords: Tensor, indices: Tensor) -> Tensor:
+        return F.embedding(indices, codewords)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], _output: Tensor) -> None:
+        codewords, indices = inputs
+        ctx.save_for_backward(indices)
+        ctx.num_codewords = len(codewords)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (indices,), (gradient,) = ctx.saved_tensors, gradients
+        with torch.autocast(gradient.device.type, enabled=False):
+            zeros = gradient.new_zeros(()).expand(len(indices), ctx.num_codewords)
+            return zeros.scatter(1, indices[:, None], 1).t() @ gradient, None
+
+
+def count_codewords(indices: Tensor, num_codewords: int) -> Tensor:
+    """Return how often each codeword was used."""
+    flat = indices.reshape(-1)
+    return torch.zeros(num_codewords, dtype=torch.float64, device=indices.device).scatter_add(
+        0, flat, torch.ones_like(flat, dtype=torch.float64)
+    )
+
+
+def perplexity(counts: Tensor) -> Tensor:
+    """Return exp(−Σ p log p) of the use of codewords: the effective number of codewords (D19)."""
+    p = counts / counts.sum(-1, keepdim=True).clamp_min(1)
+    return torch.exp(-torch.special.xlogy(p, p).sum(-1))

@@ -1,0 +1,239 @@
+"""The protocol between algorithms (what is learned) and engines (where clients run), and the values they exchange.
+
+Legend for shapes: K silos, n examples, B batch, V codewords, D size of a codeword, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from uefl.core import noise_addresses as addresses
+from uefl.core.client_model import ClientModel as ClientModel
+from uefl.core.client_model import Tensors as Tensors
+from uefl.core.noise import derive_key, permutation
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+MatmulPrecision = Literal["full", "tf32", "bf16"]  # precision of float32 matrix products; tf32 and bf16 need CUDA
+CODEWORDS_SUFFIX = "codebook.codewords"  # such a tensor has one row per codeword; a silo receives only its own rows
+
+
+class Examples(NamedTuple):
+    """Examples and their labels."""
+
+    x: Tensor  # [n, ...]
+    y: Tensor  # [n] int64
+
+
+@dataclass(frozen=True, eq=False)
+class Silo:
+    """An owner of data. Training uses `train`, decisions use `validation`; `test` is never used for a decision (D3)."""
+
+    name: str
+    train: Examples
+    validation: Examples
+    test: Examples
+    domain: str = ""
+
+    @classmethod
+    def from_tensors(
+        cls,
+        name: str,
+        x: Tensor,
+        y: Tensor,
+        *,
+        domain: str = "",
+        test_fraction: float = 0.2,
+        validation_fraction: float = 0.1,
+        seed: int = 0,
+    ) -> Silo:
+        """Split tensors into test examples and, of the rest, validation and training examples, drawn by the seed."""
+        order = permutation(derive_key(seed, name, addresses.SILO_SPLIT), len(y)).to(y.device)
+        num_test = round(len(y) * test_fraction)
+        num_held_out = num_test + round((len(y) - num_test) * validation_fraction)
+        indices = (order[num_held_out:], order[num_test:num_held_out], order[:num_test])
+        train, validation, test = (Examples(x[i], y[i]) for i in indices)
+        return cls(name, train, validation, test, domain=domain)
+
+    def examples(self, split: Split) -> Examples:
+        """Return the examples of a split."""
+        examples: Examples = getattr(self, split)
+        return examples
+
+
+class Batch(NamedTuple):
+    """The examples that a client task or a training step receives, and its position in the local training."""
+
+    x: Tensor
+    y: Tensor
+    step: int | Tensor = 0  # a tensor if stacked clients are at different steps
+    epoch: int = 0  # of the local training; always 0 for an update without `per_epoch`
+
+
+class Broadcast(NamedTuple):
+    """What the server sends. Silo k receives `model_state` and `extras`, but only its own rows of the codewords."""
+
+    round: int
+    model_state: Tensors
+    silo_names: tuple[str, ...]  # the order of the rows of `access`
+    access: Tensor  # [K, V] bool, the server's ledger: which codewords each silo may use
+    extras: Tensors = {}  # tensors that are not trained: a mean gradient, class priors, virtual images
+    participants: tuple[str, ...] = ()  # silos of this round
+    lr: float = 0.0  # learning rate of this round
+
+
+class Evaluations(NamedTuple):
+    """Metric sums that one silo measured, by the model that was evaluated."""
+
+    received: Mapping[str, Tensors] = {}  # model as it arrived, by split
+    local: Mapping[str, Tensors] = {}  # model after local training and before averaging, by split
+    target: Mapping[str, Tensors] = {}  # test split of a silo without training data, by target access (D15)
+
+
+class Reply(NamedTuple):
+    """What one silo returns. A non-empty `rejected` is the reason why the reply is not used."""
+
+    silo_name: str
+    num_examples: int  # n_k, number of training examples
+    tensors: Tensors = {}  # trained weights; of the codewords, the silo's own rows
+    evaluations: Evaluations = Evaluations()  # of a training round
+    answers: Mapping[str, Tensors] = {}  # of a query, by split
+    extras: Tensors = {}  # tensors of a method beside the weights
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    rejected: str = ""
+    note: str = ""  # text about this silo for the record
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """Everything the server has between two steps. It is a value, and it is the checkpoint."""
+
+    silo_names: tuple[str, ...]  # sorted: the order of the rows of `access`
+    model_state: Tensors  # θ: encoder, codewords, classifier
+    access: Tensor  # [K, V] bool, which codewords each silo may use
+    method_state: Tensors = field(default_factory=dict)  # a method's own tensors: control variates, priors, averages
+    round: int = 0  # completed rounds
+    iteration: int = 0
+    is_codebook_final: bool = False  # no silo was uncertain: no further extension
+    open_record: dict[str, Any] = field(default_factory=dict)  # record of the last round, not yet evaluated
+    completed_records: tuple[dict[str, Any], ...] = ()  # records completed by the last step
+
+    def replace(self, **changes: Any) -> ServerState:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+
+class ClientTask(NamedTuple):
+    """A computation that the server may query. It returns sums, which the engine adds over batches."""
+
+    compute: Callable[[ClientModel, Batch], Tensors]
+    needs_full_split: bool = False  # K-means must receive all examples of a split at once
+
+
+class Update(NamedTuple):
+    """One optimizer update of a training step: a loss and the weights that it trains."""
+
+    loss: Callable[[ClientModel, Batch], Tensor]
+    is_trainable: Callable[[str], bool] = lambda _: True
+    lr_multiplier: Callable[[str], float] = lambda _: 1.0  # of a weight, by name; multiplies the round's learning rate
+    # The loss depends on `batch.epoch`. A captured or compiled step cannot read a number that changes, so engines pass
+    # the epoch to updates that declare this, and 0 to all others.
+    per_epoch: bool = False
+
+
+class Method(Protocol):
+    """What an engine needs of an algorithm to run its clients."""
+
+    @property
+    def local(self) -> Any: ...
+    @property
+    def eval_splits(self) -> Sequence[Split]:
+        """Splits on which a silo evaluates the model it received."""
+
+    @property
+    def local_eval_splits(self) -> Sequence[Split]:
+        """Splits on which a silo evaluates its own model before averaging."""
+
+    @property
+    def client_tasks(self) -> Mapping[str, ClientTask]:
+        """The tasks that a server may query, by name."""
+
+    def make_updates(self, broadcast: Broadcast) -> Sequence[Update]:
+        """Return the updates of one training step, in order."""
+
+    def adjust_gradients(self, model: ClientModel, gradients: Tensors) -> Tensors:
+        """Change gradients before the optimizer uses them."""
+
+    def finish_training(
+        self, model: ClientModel, examples: Examples, *, num_steps: int, lr: float
+    ) -> tuple[Tensors, Tensors]:
+        """Return extras to send and client state to store. Runs in evaluation mode, without gradients."""
+
+    def client_state_names(self, net: nn.Module) -> Collection[str]:
+        """Return names of the network's tensors that stay at the silo and are never sent."""
+
+    def initial_client_state(self, net: nn.Module, noise_key: int) -> Tensors:
+        """Return client state before the first training. Tensors it does not name start as the network's."""
+
+
+class Clients(Protocol):
+    """An engine is anything with these members. It decides where clients run, never what they learn."""
+
+    seed: int
+
+    @property
+    def net(self) -> nn.Module:
+        """The network as a template: names and types of its tensors, not their values."""
+
+    @property
+    def domains(self) -> Mapping[str, str]:
+        """True domain by silo; only oracles use it."""
+
+    @property
+    def num_examples(self) -> Mapping[str, int]:
+        """Number of training examples by silo, names sorted."""
+
+    def initial_model_state(self) -> Tensors:
+        """Return the network's tensors before the first round."""
+
+    def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
+        """Evaluate the received model at every participant, train it, evaluate the result, and send it back."""
+
+    def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
+        """Run one of the method's client tasks on the received model at every participant, once per split."""
+
+
+def is_codeword_tensor(name: str) -> bool:
+    """Return whether a tensor has one row per codeword."""
+    return name.endswith(CODEWORDS_SUFFIX)
+
+
+def gather_accessible_rows(model_state: Tensors, access_row: Tensor) -> Tensors:
+    """Return what a silo with this row of the ledger receives: all tensors, but only its own codewords."""
+    return {name: tensor[access_row] if is_codeword_tensor(name) else tensor for name, tensor in model_state.items()}
+
+
+def size_in_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes on the wire, counted equally in every engine."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def iterate_batch_slices(n: int, batch_size: int) -> Iterator[slice]:
+    """Yield slices of n examples; a single last example joins the previous batch, since batch norm needs two."""
+    starts = list(range(0, n, batch_size))
+    if len(starts) > 1 and n - starts[-1] == 1:
+        starts.pop()
+    for i, start in enumerate(starts):
+        yield slice(start, starts[i + 1] if i + 1 < len(starts) else n)
+
+
+def concatenate_examples(pieces: Sequence[Examples]) -> Examples:
+    """Return several sets of examples as one."""
+    return Examples(torch.cat([p.x for p in pieces]), torch.cat([p.y for p in pieces]))

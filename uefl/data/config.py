@@ -1,0 +1,162 @@
+"""The settings that define the silos of an experiment, and loading them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.federation import Examples, Silo
+from uefl.core.field_rules import check_ranges, setting
+from uefl.data import PARTITIONERS, SOURCES
+from uefl.data.images import Images, resize_images, select_first_classes, standardize_images
+from uefl.data.partitioners.partition import Partition
+from uefl.data.quality import warn_single_class_silos
+from uefl.data.shifts import apply_shift, parse_shift
+from uefl.data.sources import read_images
+
+TEST_LABEL_DISTRIBUTIONS = ("global", "silo")
+_LEAVE_ONE_OUT = ("leave-one-domain-out", "leave-one-domain-out-paired")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which images to use and how to divide them among silos; with a seed, it determines the data of every silo."""
+
+    name: str = setting("mnist5k", "Data set; `uefl list data` names all.")
+    path: str = setting(
+        "",
+        "Folder, zip archive or CSV manifest to read; empty uses UEFL_DATA, the cache or a download.",
+        in_run_id=False,
+    )
+    image_size: int = setting(0, "Height and width to resize images to, in pixels; 0 keeps their size.", at_least=0)
+    num_classes: int = setting(0, "Number of classes to use, in class order; 0 uses all classes.", at_least=0)
+    skip_bad: bool = setting(False, "Skip and count images that cannot be read, instead of stopping at the first.")
+    strict: bool = setting(
+        False, "Stop at warnings, such as silos with one class or test images in the training split.", in_run_id=False
+    )
+
+    partitioner: str = setting("domains", "Rule that divides images among silos; `uefl list partitioners` names all.")
+    shifts: tuple[str, ...] = setting(
+        ("rotate:0", "rotate:-50", "rotate:120"),
+        "Feature shift of each domain, such as rotate:120 or noise:25+blur:1; empty uses the domains of the source.",
+    )
+    num_silos: tuple[int, ...] = setting(
+        (3, 3, 3), "Silos per domain (leave-one-domain-out: one number for all training domains together).", at_least=1
+    )
+    train_per_silo: int = setting(
+        440,
+        "Training images per silo, including validation images (leave-one-domain-out: maximum per domain); "
+        "0 uses all images.",
+        at_least=0,
+    )
+    train_sizes: tuple[int, ...] = setting(
+        (), "Training images of each silo for partitioner=domains; empty gives each train_per_silo.", at_least=1
+    )
+    test_per_silo: int = setting(110, "Test images per silo; 0 divides all test images.", at_least=0)
+    test_fraction: float = setting(
+        0.2,
+        "Fraction of a silo's images used for testing, if the source has no test split and test_per_silo=0.",
+        at_least=0,
+        below=1,
+    )
+    test_label_distribution: str = setting(
+        "global", "Label distribution of a silo's test images under label skew: global (all silos) or silo (its own)."
+    )
+    pool_splits: bool = setting(False, "Pool the training and test split of the source before dividing the images.")
+    validation_fraction: float = setting(
+        0.1,
+        "Fraction of a silo's training images held out for validation; every decision uses only these (D3).",
+        at_least=0,
+        below=1,
+    )
+    # Beyond these bounds, Dirichlet draws are meaningless in double precision.
+    alpha: float = setting(
+        0.1,
+        "Concentration α of the Dirichlet partitioners; a smaller value gives more skew.",
+        at_least=1e-9,
+        at_most=1e9,
+    )
+    classes_per_silo: int = setting(5, "Classes per silo for partitioner=pathological.", at_least=1)
+    target: str = setting(
+        "", "Domain that leave-one-domain-out holds out for testing: one of shifts, or a domain of the source."
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        SOURCES.check_name(self.name)
+        PARTITIONERS.check_name(self.partitioner)
+        if self.test_label_distribution not in TEST_LABEL_DISTRIBUTIONS:
+            raise unknown_value_error("test_label_distribution", self.test_label_distribution, TEST_LABEL_DISTRIBUTIONS)
+        for shift in self.shifts:
+            parse_shift(shift)
+        self._check_silos()
+        self._check_target()
+
+    def _check_silos(self) -> None:
+        if self.train_sizes and self.partitioner != "domains":
+            raise InputError(
+                f"train_sizes={self.train_sizes} needs partitioner=domains, not partitioner={self.partitioner}"
+            )
+        if self.train_sizes and len(self.train_sizes) != sum(self.num_silos):
+            raise InputError(f"train_sizes={self.train_sizes} must have one entry per silo: {sum(self.num_silos)}")
+        if self.partitioner in (*_LEAVE_ONE_OUT, "natural") or (self.partitioner == "domains" and not self.shifts):
+            return  # only the source defines its domains and silos
+        if not self.shifts or len(self.shifts) != len(self.num_silos):
+            raise InputError(f"shifts={self.shifts} and num_silos={self.num_silos} must each have one entry per domain")
+
+    def _check_target(self) -> None:
+        if self.partitioner not in _LEAVE_ONE_OUT:
+            if self.target:
+                raise InputError(
+                    f"target={self.target} needs partitioner={' or '.join(_LEAVE_ONE_OUT)}, not {self.partitioner}"
+                )
+            return
+        needs_shifts = self.partitioner == "leave-one-domain-out-paired"
+        if len(set(self.shifts)) != len(self.shifts) or (needs_shifts and not self.shifts):
+            raise InputError(f"partitioner={self.partitioner}: shifts={self.shifts} must name every domain once")
+        if len(self.num_silos) > 1:
+            raise InputError(
+                f"partitioner={self.partitioner}: num_silos={self.num_silos} must be one number, "
+                "the silos of all training domains together"
+            )
+        if self.shifts and self.target not in self.shifts:
+            raise unknown_value_error("target", self.target, self.shifts)
+
+    def load(self, seed: int) -> tuple[list[Silo], Images]:
+        """Return the silos, and the images they were made from."""
+        images = self.read_images()
+        silos = self.make_silos(images, seed)
+        if self.strict and (warnings := warn_single_class_silos(silos)):
+            raise InputError(f"{warnings[0]} (strict)")
+        return silos, images
+
+    def read_images(self, *, show_progress: bool = True) -> Images:
+        """Read the images of the chosen classes; they are resized now or after the shift, as their source declares."""
+        image_size = self.image_size if SOURCES[self.name].resize_when_reading else 0
+        images = read_images(
+            self.name,
+            self.path,
+            skip_bad=self.skip_bad,
+            strict=self.strict,
+            image_size=image_size or None,
+            show_progress=show_progress,
+        )
+        return select_first_classes(images, self.num_classes)
+
+    def make_silos(self, images: Images, seed: int) -> list[Silo]:
+        """Divide these images among silos."""
+        return [self._load_silo(partition, images, seed) for partition in self.make_partitions(images, seed)]
+
+    def make_partitions(self, images: Images, seed: int) -> list[Partition]:
+        """Return the indices of every silo's images without reading pixels."""
+        return PARTITIONERS[self.partitioner].partition(self, images, seed)
+
+    def _load_silo(self, partition: Partition, images: Images, seed: int) -> Silo:
+        def load_split(indices: Tensor) -> Examples:
+            x = apply_shift(images.x[indices], partition.silo.shift, seed, indices)
+            return Examples(standardize_images(resize_images(x, self.image_size), images), images.y[indices])
+
+        train, validation, test = map(load_split, (partition.train, partition.validation, partition.test))
+        return Silo(partition.silo.name, train, validation, test, domain=partition.silo.domain)

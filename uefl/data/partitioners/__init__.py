@@ -1,0 +1,1 @@
+"""Partitioners: they see labels, splits and domains, and return indices per silo."""

@@ -1,0 +1,49 @@
+"""Use the silos that the source itself names, in its folders or its manifest."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from uefl.core.errors import InputError
+from uefl.data.images import Images
+from uefl.data.partitioners.partition import (
+    USE_ALL_IMAGES,
+    Partition,
+    Partitioner,
+    SiloSpec,
+    make_partition,
+    shuffle_indices,
+)
+
+if TYPE_CHECKING:
+    from uefl.data.config import DataConfig
+
+
+def partition_natural(config: DataConfig, images: Images, seed: int) -> list[Partition]:
+    """Give every silo its own images; a silo without test images holds out a fraction of its training images."""
+    if images.silo_ids is None:
+        raise InputError(f"partitioner=natural needs a source that names its silos, but {images.name} does not")
+    indices, names = shuffle_indices(images, seed), images.silos
+    shifts = config.shifts * len(names) if len(config.shifts) == 1 else config.shifts
+    if len(shifts) not in (0, len(names)):
+        raise InputError(f"shifts={config.shifts} must have no entry, one entry, or one for each of {', '.join(names)}")
+    partitions = []
+    for k, name in enumerate(names):
+        train, test = _split_train_test(config, images, indices[images.silo_ids[indices] == k])
+        train, test = train[: config.train_per_silo or None], test[: config.test_per_silo or None]
+        silo = SiloSpec(name, name, *shifts[k : k + 1])
+        partitions.append(make_partition(silo, train, test, config.validation_fraction))
+    return partitions
+
+
+def _split_train_test(config: DataConfig, images: Images, indices: Tensor) -> tuple[Tensor, Tensor]:
+    is_test = images.is_test[indices]
+    if is_test.any() and not config.pool_splits:
+        return indices[~is_test], indices[is_test]
+    num_test = min(max(1, round(len(indices) * config.test_fraction)), len(indices))
+    return indices[num_test:], indices[:num_test]
+
+
+NATURAL = Partitioner(partition_natural, {**USE_ALL_IMAGES, "num_silos": (), "shifts": ()})

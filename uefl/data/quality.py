@@ -1,0 +1,90 @@
+"""Check images and silos as a whole: drop what cannot be trained with, and warn about what is unusual."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from uefl.core.errors import InputError
+from uefl.core.federation import Silo
+from uefl.data.images import Images, select_rows
+from uefl.data.readers.context import ReadContext, sanitize_line
+
+_MAX_NAMES = 5
+
+
+def check_images(images: Images, context: ReadContext) -> Images:
+    """Skip or reject silos and classes without training images, and count test images that were trained with."""
+    images = _drop_test_only_classes(_drop_untrained_silos(images, context), context)
+    return replace(
+        images,
+        num_skipped=len(context.skipped_messages),
+        warnings=tuple(map(sanitize_line, _warn_train_test_duplicates(images))),
+        notes=context.format_notes(),
+    )
+
+
+def collect_warnings(silos: Sequence[Silo], images: Images) -> list[str]:
+    """Return one line per kind of problem of the images and of the silos made from them."""
+    skipped = [f"{images.num_skipped} bad items were skipped"] if images.num_skipped else []
+    return [*skipped, *images.warnings, *images.notes, *warn_single_class_silos(silos)]
+
+
+def warn_single_class_silos(silos: Sequence[Silo]) -> list[str]:
+    """Return a line that names the silos with training images of only one class."""
+    names = [silo.name for silo in silos if len(silo.train.y) and bool((silo.train.y == silo.train.y[0]).all())]
+    if not names:
+        return []
+    return [f"{len(names)} of {len(silos)} silos have training images of only one class: {_join_first_names(names)}"]
+
+
+def _drop_untrained_silos(images: Images, context: ReadContext) -> Images:
+    """Drop silos without training images."""
+    if images.silo_ids is None:
+        return images
+    counts = torch.bincount(images.silo_ids[~images.is_test], minlength=len(images.silos))
+    for k in (counts == 0).nonzero().flatten().tolist():
+        context.skip_or_raise(f"{images.name}: silo '{images.silos[k]}' has no training image")
+    names, silo_ids, keep = _reindex_names(images.silos, images.silo_ids, counts > 0)
+    return select_rows(replace(images, silo_ids=silo_ids, silos=names), keep)
+
+
+def _drop_test_only_classes(images: Images, context: ReadContext) -> Images:
+    """Drop classes that occur only in the test split and therefore cannot be learned."""
+    if bool(images.is_test.all()):
+        raise InputError(f"{images.name}: no training image, only test images")
+    num_train = torch.bincount(images.y[~images.is_test], minlength=len(images.classes))
+    num_images = torch.bincount(images.y, minlength=len(images.classes))
+    test_only = (num_train == 0) & (num_images > 0)
+    if not test_only.any():
+        return images
+    for c in test_only.nonzero().flatten().tolist():
+        context.skip_or_raise(f"{images.name}: label '{images.classes[c]}' does not occur in the training images")
+    names, y, keep = _reindex_names(images.classes, images.y, ~test_only)
+    return select_rows(replace(images, y=y, classes=names), keep)
+
+
+def _reindex_names(names: tuple[str, ...], index: Tensor, keep_mask: Tensor) -> tuple[tuple[str, ...], Tensor, Tensor]:
+    """Return the remaining names, the new index of every row (undefined for dropped rows), and which rows remain."""
+    remaining = tuple(name for name, keep in zip(names, keep_mask.tolist(), strict=True) if keep)
+    return remaining, (keep_mask.cumsum(0) - 1)[index], keep_mask[index]
+
+
+def _warn_train_test_duplicates(images: Images) -> list[str]:
+    """Count test images that are exact copies of training images, by a hash of their pixels."""
+    if not images.is_test.any() or images.is_test.all():
+        return []
+    hashes = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in images.x.numpy()]
+    is_test = images.is_test.tolist()
+    train_hashes = {row_hash for row_hash, test in zip(hashes, is_test, strict=True) if not test}
+    count = sum(row_hash in train_hashes for row_hash, test in zip(hashes, is_test, strict=True) if test)
+    return [f"{count} test images also occur in the training split"] if count else []
+
+
+def _join_first_names(names: Sequence[str]) -> str:
+    num_more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")

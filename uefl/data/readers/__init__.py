@@ -1,0 +1,1 @@
+"""Readers: one module per file format, with the data sets that come in it."""

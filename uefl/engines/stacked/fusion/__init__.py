@@ -1,0 +1,1 @@
+"""Layers that torch's compiler can fuse; only `compiler.py` uses them, through `make_layers_fusible`."""

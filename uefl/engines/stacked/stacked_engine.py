@@ -1,0 +1,430 @@
+"""The stacked engine: the weights of several silos are stacked, and one pass trains or evaluates them all.
+
+Silos are stacked if they have equally many codewords and client state of the same shapes. Batches are never padded: at
+each position of an epoch, silos with batches of equal length run together. On CUDA a step is captured as a graph and
+then replayed. A stack of one silo runs without `vmap`, for networks that fill a device with one silo's batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.utils._pytree import tree_map
+
+from uefl.core import noise_addresses as addresses
+from uefl.core.errors import InputError
+from uefl.core.federation import (
+    Batch,
+    Broadcast,
+    ClientModel,
+    Evaluations,
+    Examples,
+    Method,
+    Reply,
+    Silo,
+    Split,
+    Tensors,
+    Update,
+    gather_accessible_rows,
+    is_codeword_tensor,
+    iterate_batch_slices,
+    size_in_bytes,
+)
+from uefl.core.noise import HAS_TRITON, NoiseLayer, batched_permutations, derive_key
+from uefl.engines.serial import (
+    OPTIMIZER_CODEWORDS,
+    SerialEngine,
+    codeword_indices,
+    drop_stale_optimizer_state,
+    has_torch_dropout,
+    to_channels_last,
+)
+from uefl.engines.stacked.client_stack import ClientStack, copy_to_host, describe_silos, stack_tensors, to_slice
+from uefl.engines.stacked.compiler import Compiler
+from uefl.engines.stacked.device_buffers import DeviceBuffers
+from uefl.engines.stacked.device_data import DeviceData
+from uefl.engines.stacked.stack_size import batch_length, compute_stack_size, count_activations
+from uefl.engines.stacked.vmap_overrides import VmapOverrides
+
+
+class StackedEngine(SerialEngine):
+    """Run clients in this process, several at a time, but at most `max_stack_size`; 0 sets the limit by memory."""
+
+    def __init__(
+        self,
+        silos: Sequence[Silo],
+        net: nn.Module,
+        *,
+        max_stack_size: int = 0,
+        use_cuda_graphs: bool = True,
+        use_compiler: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(silos, net, **settings)
+        if has_torch_dropout(self.net):
+            raise InputError("engine=stacked does not support torch's Dropout; use uefl's Dropout or engine=serial")
+        self.max_stack_size = max_stack_size
+        self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda"
+        self._data = DeviceData(self.silos)
+        self._noise_layer_names = [name for name, m in self.net.named_modules() if isinstance(m, NoiseLayer)]
+        self._trainable_names = {n for n, p in self.net.named_parameters() if p.requires_grad}
+        self._activations = count_activations(self.net, next(iter(self.silos.values())).test.x.shape[1:])
+        self._buffers: dict[Any, DeviceBuffers] = {}
+        self._compiler = (
+            Compiler(self.net, self._trainable_names, self._noise_layers, self._autocast) if use_compiler else None
+        )
+
+    def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
+        used_signatures = set()
+        splits, local_splits = (method.eval_splits, method.local_eval_splits) if evaluate else ((), ())
+        for stack in self._make_stacks(method, broadcast, method.local.batch_size):
+            started, names = time.perf_counter(), stack.silo_names
+            received = self._evaluate_stack(method, stack, broadcast.round - 1, splits)
+            self.on_progress(describe_silos(names), "training")
+            signature, buffers = self._get_buffers(method, broadcast, stack)
+            used_signatures.add(signature)
+            num_steps = self._train_stack(method, buffers, broadcast)
+            self.net.eval()
+            extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
+            local = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
+            tensors = self._store_client_states(method, buffers, broadcast, client_states)
+            seconds = (time.perf_counter() - started) / len(names)
+            for i, name in enumerate(names):
+                yield Reply(
+                    silo_name=name,
+                    num_examples=len(self.silos[name].train.y),
+                    tensors=tensors[i],
+                    evaluations=Evaluations(received[name], local[name]),
+                    extras=extras[i],
+                    received_bytes=self._count_received_bytes(stack, i) + size_in_bytes(broadcast.extras),
+                    sent_bytes=size_in_bytes(tensors[i]) + size_in_bytes(extras[i]),
+                    seconds=seconds,
+                )
+        # Buffers of other shapes are not needed again: codewords were added since.
+        self._buffers = {signature: self._buffers[signature] for signature in used_signatures}
+
+    def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
+        if method.client_tasks[task].needs_full_split:
+            yield from super().query(method, task, broadcast, splits)
+            return
+        for stack in self._make_stacks(method, broadcast, method.local.eval_batch_size):
+            started = time.perf_counter()
+            self.on_progress(describe_silos(stack.silo_names), task)
+            answers = self._query_stack(method, task, stack, broadcast.round, splits)
+            seconds = (time.perf_counter() - started) / len(stack.silo_names)
+            for i, name in enumerate(stack.silo_names):
+                yield Reply(
+                    silo_name=name,
+                    num_examples=len(self.silos[name].train.y),
+                    answers=answers[name],
+                    received_bytes=self._count_received_bytes(stack, i) + size_in_bytes(broadcast.extras),
+                    sent_bytes=sum(size_in_bytes(answer) for answer in answers[name].values()),
+                    seconds=seconds,
+                )
+
+    # --- stacks ---------------------------------------------------------------------------------------------------
+
+    def _make_stacks(self, method: Method, broadcast: Broadcast, batch_size: int) -> Iterator[ClientStack]:
+        """Yield stacks of this round's silos, each of one shape and of limited size, the largest silos first."""
+        local_names = list(method.client_state_names(self.net))
+        received = {n: self._move_tensor(t) for n, t in broadcast.model_state.items() if not is_codeword_tensor(n)}
+        extras = {n: to_channels_last(t.to(self.device)) for n, t in broadcast.extras.items()}
+        by_shape: dict[Any, list[tuple[str, Tensors, Tensors, Tensors]]] = {}
+        for name in sorted(broadcast.participants, key=lambda name: (-len(self.silos[name].train.y), name)):
+            access_row = broadcast.access[broadcast.silo_names.index(name)]
+            codewords = {
+                n: self._move_tensor(t)
+                for n, t in gather_accessible_rows(broadcast.model_state, access_row).items()
+                if is_codeword_tensor(n)
+            }
+            stored = self.client_states.get(name) or self._make_client_state(method, name)
+            stored = drop_stale_optimizer_state(stored, access_row)
+            local_tensors = {n: stored.get(n, self.initial_tensors[n]) for n in local_names}
+            client_state = {n: t for n, t in stored.items() if n not in local_tensors}
+            shapes = tuple(sorted((n, tuple(t.shape)) for n, t in {**codewords, **client_state}.items()))
+            by_shape.setdefault(shapes, []).append((name, codewords, local_tensors, client_state))
+        max_size = self.max_stack_size or compute_stack_size(self._activations, batch_size, self.device.type)
+        shared = {n: t for n, t in received.items() if n not in local_names}
+        for group in by_shape.values():
+            num_stacks = -(-len(group) // max_size)
+            size = -(-len(group) // num_stacks)  # as few stacks as possible, of about equal size
+            for start in range(0, len(group), size):
+                names, *columns = zip(*group[start : start + size])
+                codewords, local_tensors, client_state = (stack_tensors(column) for column in columns)
+                yield ClientStack(
+                    silo_names=names,
+                    client_tensors={**codewords, **local_tensors},
+                    shared_tensors=shared,
+                    received_codewords=codewords,
+                    received_shared=received,
+                    client_state=client_state,
+                    extras=extras,
+                )
+
+    def _move_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
+
+    def _count_received_bytes(self, stack: ClientStack, i: int) -> int:
+        codewords = {n: t[i] for n, t in stack.received_codewords.items()}
+        return size_in_bytes(stack.received_shared) + size_in_bytes(codewords)
+
+    def _get_buffers(self, method: Method, broadcast: Broadcast, stack: ClientStack) -> tuple[Any, DeviceBuffers]:
+        """Return buffers that hold this stack, and their signature; buffers of the same shapes are reused."""
+        updates = method.make_updates(broadcast)
+        trainable = [
+            tuple((n, u.lr_multiplier(n)) for n in sorted(self._trainable_names) if u.is_trainable(n)) for u in updates
+        ]
+        shapes = [
+            tuple((n, t.shape) for n, t in tensors.items())
+            for tensors in (stack.client_tensors, stack.shared_tensors, stack.client_state, stack.extras)
+        ]
+        signature = (len(stack.silo_names), method.local, *trainable, *shapes)
+        if signature not in self._buffers:
+            self._buffers[signature] = DeviceBuffers(stack, self._trainable_names, method.local, updates)
+        self._buffers[signature].copy_stack(stack, updates, broadcast.lr)
+        return signature, self._buffers[signature]
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def _train_stack(self, method: Method, buffers: DeviceBuffers, broadcast: Broadcast) -> list[int]:
+        """Train a stack, sorted by silo size, and return the number of steps of each silo."""
+        local, names = method.local, buffers.stack.silo_names
+        sizes = [len(self.silos[name].train.y) for name in names]
+        batch_slices = [list(iterate_batch_slices(n, local.batch_size)) for n in sizes]
+        positions = range(len(batch_slices[0]))
+        self.net.train()
+        for epoch in range(local.epochs):
+            order_keys = [derive_key(self.seed, name, broadcast.round, epoch, addresses.BATCH_ORDER) for name in names]
+            offsets = self._to_device(self._data.offsets("train", names))
+            order = batched_permutations(self._to_device(order_keys), sizes) + offsets[:, None]
+            steps = [[epoch * len(slices) + position for slices in batch_slices] for position in positions]
+            keys = [
+                [derive_key(self.seed, n, broadcast.round, s, addresses.TRAINING_STEP) for n, s in zip(names, row)]
+                for row in steps
+            ]
+            device_steps, device_keys = self._to_device(steps), self._to_device(keys)
+            for position in positions:
+                lengths = [batch_length(slices, position) for slices in batch_slices]
+                for length, group in groupby(range(len(names)), lengths.__getitem__):
+                    if length:
+                        rows = list(group)
+                        clients = slice(rows[0], rows[-1] + 1)
+                        start = batch_slices[0][position].start
+                        indices = order[clients, start : start + length]
+                        inputs = (indices, device_keys[position, clients], device_steps[position, clients])
+                        self._run_step(method, buffers, clients, epoch, *inputs)
+        return [local.epochs * len(slices) for slices in batch_slices]
+
+    def _run_step(
+        self,
+        method: Method,
+        buffers: DeviceBuffers,
+        clients: slice,
+        epoch: int,
+        indices: Tensor,
+        keys: Tensor,
+        steps: Tensor,
+    ) -> None:
+        """Run one step of some clients of the stack, on CUDA as a captured graph."""
+
+        def step(indices: Tensor, keys: Tensor, steps: Tensor) -> None:
+            self._apply_updates(method, buffers, clients, epoch, indices, keys, steps)
+
+        if not self.use_cuda_graphs:
+            step(indices, keys, steps)
+            return
+        # A graph replays the epoch it was captured in.
+        captured_epoch = epoch if any(update.per_epoch for update in buffers.updates) else 0
+        signature = (clients.start, clients.stop, indices.shape[1], captured_epoch)
+        buffers.run_step(signature, step, indices, keys, steps)
+
+    def _apply_updates(
+        self,
+        method: Method,
+        buffers: DeviceBuffers,
+        clients: slice,
+        epoch: int,
+        indices: Tensor,
+        keys: Tensor,
+        steps: Tensor,
+    ) -> None:
+        x, y = self._data.gather_batch("train", indices)
+        stack = buffers.stack.select(clients)
+
+        def adjust(model: ClientModel, gradients: Tensors) -> Tensors:
+            adjusted = method.adjust_gradients(model, gradients)
+            return dict(zip(adjusted, method.local.clip_gradients(list(adjusted.values()))))
+
+        for update, optimizer in zip(buffers.updates, buffers.optimizers):
+            batch = Batch(x, y, steps, epoch if update.per_epoch else 0)
+            gradients: Tensors | None = None
+            if self._compiler:
+                gradients = self._compiler.compute_gradients(buffers, update, keys, batch)
+            if gradients is None:
+                gradients = self._compute_gradients(stack, update, optimizer.params, keys, batch)
+            with torch.no_grad():
+                optimizer.step(self._map_over_silos(stack, keys, adjust, gradients), clients, buffers.lr)
+
+    def _compute_gradients(
+        self, stack: ClientStack, update: Update, params: Collection[str], keys: Tensor, batch: Batch
+    ) -> Tensors:
+        """Return the gradients of an update; the sum of all losses has the gradient of each silo's loss."""
+
+        def compute_loss(model: ClientModel, x: Tensor, y: Tensor, step: Tensor) -> Tensor:
+            with self._autocast():
+                loss: Tensor = update.loss(model, Batch(x, y, step, batch.epoch))
+            return loss
+
+        trained = {n: stack.client_tensors[n].detach().requires_grad_() for n in params}
+        stack = stack._replace(client_tensors={**stack.client_tensors, **trained})
+        losses = self._map_over_silos(stack, keys, compute_loss, batch.x, batch.y, batch.step)
+        gradients = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
+        return {n: g for n, g in zip(trained, gradients) if g is not None}
+
+    def _finish_stack(
+        self, method: Method, stack: ClientStack, num_steps: list[int], lr: float
+    ) -> tuple[list[Tensors], list[Tensors]]:
+        """Return each silo's extras and client state; silos of equal size run together."""
+        extras: list[Tensors] = [{} for _ in stack.silo_names]
+        client_states: list[Tensors] = [{} for _ in stack.silo_names]
+        sizes = [len(self.silos[name].train.y) for name in stack.silo_names]
+        for size, group in groupby(range(len(sizes)), sizes.__getitem__):
+            rows = list(group)
+            selected = stack.select(to_slice(rows))
+            offsets = self._to_device(self._data.offsets("train", selected.silo_names))
+            examples = self._data.gather_batch("train", offsets[:, None] + torch.arange(size, device=self.device))
+
+            def finish(
+                model: ClientModel, x: Tensor, y: Tensor, num_steps: int = num_steps[rows[0]]
+            ) -> tuple[Tensors, Tensors]:
+                return method.finish_training(model, Examples(x, y), num_steps=num_steps, lr=lr)
+
+            with torch.no_grad():
+                results = self._map_over_silos(selected, offsets, finish, *examples)
+            for i, row in enumerate(rows):
+                extras[row], client_states[row] = ({n: t[i] for n, t in tensors.items()} for tensors in results)
+        return extras, client_states
+
+    def _store_client_states(
+        self, method: Method, buffers: DeviceBuffers, broadcast: Broadcast, client_states: Sequence[Tensors]
+    ) -> list[Tensors]:
+        """Store each silo's client state and return the tensors of its reply."""
+        local_names = set(method.client_state_names(self.net))
+        trained = {n: t.detach().clone() for n, t in buffers.stack.client_tensors.items()}
+        stored = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}
+        for i, name in enumerate(buffers.stack.silo_names):
+            stored_i, local_tensors = {n: t[i] for n, t in stored.items()}, {n: trained[n][i] for n in local_names}
+            self.client_states[name] = {**stored_i, **client_states[i], **local_tensors}
+            if not method.local.reset_optimizer:
+                access_row = broadcast.access[broadcast.silo_names.index(name)]
+                self.client_states[name][OPTIMIZER_CODEWORDS] = codeword_indices(access_row)
+        return [
+            {n: t[i] for n, t in trained.items() if n not in local_names} for i in range(len(buffers.stack.silo_names))
+        ]
+
+    # --- evaluation and other queries -------------------------------------------------------------------------------
+
+    def _evaluate_stack(
+        self, method: Method, stack: ClientStack, round_number: int, splits: Sequence[Split]
+    ) -> dict[str, dict[str, Tensors]]:
+        if splits:
+            self.on_progress(describe_silos(stack.silo_names), "evaluating")
+        return self._query_stack(method, "evaluate", stack, round_number, splits)
+
+    def _query_stack(
+        self, method: Method, task: str, stack: ClientStack, round_number: int, splits: Sequence[Split]
+    ) -> dict[str, dict[str, Tensors]]:
+        """Return each silo's sums over batches, by split; metric sums are copied to the host in one transfer."""
+        answers: dict[str, dict[str, Tensors]] = {name: {} for name in stack.silo_names}
+        self.net.eval()
+        for split in splits:
+            batch_slices = [
+                list(iterate_batch_slices(len(self.silos[n].examples(split).y), method.local.eval_batch_size))
+                for n in stack.silo_names
+            ]
+            for position in range(max(map(len, batch_slices))):
+                rows_by_length: dict[int, list[int]] = {}
+                for row, slices in enumerate(batch_slices):
+                    rows_by_length.setdefault(batch_length(slices, position), []).append(row)
+                rows_by_length.pop(0, None)
+                for length, all_rows in rows_by_length.items():
+                    size = self.max_stack_size or compute_stack_size(self._activations, length, self.device.type)
+                    for rows in (all_rows[k : k + size] for k in range(0, len(all_rows), size)):
+                        selected = stack.select(to_slice(rows))
+                        sums = self._compute_sums(method, task, selected, round_number, position, split, length)
+                        sums = copy_to_host(sums) if task == "evaluate" else sums
+                        for i, row in enumerate(rows):
+                            answer = answers[stack.silo_names[row]]
+                            total, batch_sums = answer.get(split), {n: t[i] for n, t in sums.items()}
+                            answer[split] = {n: total[n] + t for n, t in batch_sums.items()} if total else batch_sums
+        return answers
+
+    def _compute_sums(
+        self,
+        method: Method,
+        task: str,
+        stack: ClientStack,
+        round_number: int,
+        position: int,
+        split: Split,
+        length: int,
+    ) -> Tensors:
+        """Run a client task on the batch at a position of each silo, all of the same length."""
+        first = position * method.local.eval_batch_size
+        starts = self._to_device([first + offset for offset in self._data.offsets(split, stack.silo_names)])
+        x, y = self._data.gather_batch(split, starts[:, None] + torch.arange(length, device=self.device))
+        purpose = addresses.TASKS.get(task, task)
+        keys = self._to_device(
+            [derive_key(self.seed, name, round_number, position, purpose, split) for name in stack.silo_names]
+        )
+
+        def compute(model: ClientModel, x: Tensor, y: Tensor) -> Tensors:
+            with self._autocast():
+                sums: Tensors = method.client_tasks[task].compute(model, Batch(x, y, position))
+            return sums
+
+        with torch.no_grad():
+            stacked_sums: Tensors = self._map_over_silos(stack, keys, compute, x, y)
+        return stacked_sums
+
+    # --- the interface to torch -------------------------------------------------------------------------------------
+
+    def _map_over_silos(self, stack: ClientStack, keys: Tensor, function: Callable[..., Any], *inputs: Any) -> Any:
+        """Call `function(model, *inputs)` for all silos of a stack at once, each with its own tensors and noise key."""
+
+        def call(
+            client_tensors: Tensors, received_codewords: Tensors, client_state: Tensors, key: Tensor, *inputs: Any
+        ) -> Any:
+            tensors = {**stack.shared_tensors, **client_tensors}
+            buffers = {n: t for n, t in tensors.items() if n not in self._trainable_names}
+            model = ClientModel(
+                self.net,
+                {n: t for n, t in tensors.items() if n in self._trainable_names},
+                extras=stack.extras,
+                received_state={**stack.received_shared, **received_codewords},
+                client_state=client_state,
+                buffers=buffers | {f"{layer}.key": key for layer in self._noise_layer_names},
+                is_bound=False,
+            )
+            return function(model, *inputs)
+
+        stacked = (stack.client_tensors, stack.received_codewords, stack.client_state, keys, *inputs)
+        if len(stack.silo_names) > 1:
+            with VmapOverrides(use_triton_convolution=HAS_TRITON and self.matmul_precision != "full"):
+                return vmap(call)(*stacked)
+        return tree_map(lambda t: t.unsqueeze(0), call(*tree_map(lambda t: t.squeeze(0), stacked)))
+
+    def _to_device(self, numbers: Any) -> Tensor:
+        """Copy numbers to the device from pinned memory, so that the host does not wait."""
+        tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return tensor.to(self.device, non_blocking=True)
+
+
+compiled_engine = partial(StackedEngine, use_compiler=True)

@@ -1,0 +1,89 @@
+"""Replacements for operations that `vmap` does not support, or runs slowly, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+CONVOLUTIONS = (
+    *(torch.conv1d, torch.conv2d, torch.conv3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+)
+
+
+class VmapOverrides(TorchFunctionMode):
+    """Within this context, compute batch norm by basic operations, since torch's needs the memory layout of its input.
+
+    With `use_triton_convolution`, convolutions that `convolution.py` supports use its kernels.
+    """
+
+    def __init__(self, *, use_triton_convolution: bool) -> None:
+        super().__init__()
+        self.use_triton_convolution = use_triton_convolution
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.batch_norm:
+            return batch_norm(*args, **(kwargs or {}))
+        autocast_dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        if self.use_triton_convolution and func is torch.conv2d:
+            from uefl.engines.stacked.convolution import VmapConvolution, is_supported  # needs Triton
+
+            x, w, bias, stride, padding, *others = bind_conv2d_arguments(*args, **(kwargs or {}))
+            if is_supported(x, w, bias, stride, padding, *others):
+                padding = padding if isinstance(padding, int) else padding[0]
+                return VmapConvolution.apply(x, w, bias, padding, autocast_dtype or w.dtype)  # type: ignore[no-untyped-call]
+        if func in CONVOLUTIONS and autocast_dtype:  # autocast does not convert the bias under `vmap`
+            args, kwargs = tree_map(lambda t: t.to(autocast_dtype) if isinstance(t, Tensor) else t, (args, kwargs))
+            with torch.autocast("cuda", enabled=False):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def bind_conv2d_arguments(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> tuple[Any, ...]:
+    """Return the arguments of `conv2d`, whether passed by position or by name."""
+    return input, weight, bias, stride, padding, dilation, groups
+
+
+def batch_norm(
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Compute `F.batch_norm`, (x − μ) / √(σ² + ε) · γ + β per channel, with statistics in full precision."""
+    full_x = x.float() if x.dtype == torch.bfloat16 else x
+    if training or mean is None or variance is None:
+        axes = [i for i in range(x.dim()) if i != 1]
+        v, m = torch.var_mean(full_x, axes, correction=0)
+        if mean is not None and variance is not None:
+            n = x.numel() / x.shape[1]
+            with torch.no_grad():  # the running variance is unbiased
+                mean.mul_(1 - momentum).add_(m.detach() * momentum)
+                variance.mul_(1 - momentum).add_(v.detach() * (momentum * n / (n - 1)))
+    else:
+        m, v = mean, variance
+    scale = torch.rsqrt(v + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -m * scale if bias is None else bias - m * scale
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    return torch.addcmul(shift.reshape(shape), full_x, scale.reshape(shape)).to(x.dtype)

@@ -1,0 +1,102 @@
+"""Safetensors files of a run: the checkpoint (server and client states) and the trained model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from uefl.core.federation import ServerState, Tensors
+from uefl.engines.serial import to_channels_last
+from uefl.experiment.files import make_temporary_path, replace_file
+from uefl.experiment.run_folder import RunFolder
+
+SCALAR_FIELDS = ("round", "iteration", "is_codebook_final", "open_record")
+
+
+@dataclass(frozen=True)
+class NamedTensors:
+    """The tensors of a file by owner; in the file, a prefix of the name gives the owner."""
+
+    model_state: Tensors = field(default_factory=dict)
+    method_state: Tensors = field(default_factory=dict)
+    client_states: dict[str, Tensors] = field(default_factory=dict)
+
+    def to_flat(self) -> Tensors:
+        """Return all tensors with their prefixes."""
+        flat = {RunFolder.MODEL_PREFIX + name: t for name, t in self.model_state.items()}
+        flat |= {RunFolder.METHOD_PREFIX + name: t for name, t in self.method_state.items()}
+        for silo_name, client_state in self.client_states.items():
+            flat |= {f"{RunFolder.CLIENTS_PREFIX}{silo_name}/{name}": t for name, t in client_state.items()}
+        return flat
+
+    @classmethod
+    def from_flat(cls, flat: Mapping[str, torch.Tensor]) -> NamedTensors:
+        """Sort tensors by their prefixes."""
+        tensors = cls()
+        for name, tensor in flat.items():
+            if name.startswith(RunFolder.MODEL_PREFIX):
+                tensors.model_state[name.removeprefix(RunFolder.MODEL_PREFIX)] = tensor
+            elif name.startswith(RunFolder.METHOD_PREFIX):
+                tensors.method_state[name.removeprefix(RunFolder.METHOD_PREFIX)] = tensor
+            elif name.startswith(RunFolder.CLIENTS_PREFIX):
+                # The name of a silo may contain a slash, that of a tensor does not.
+                silo_name, _, own_name = name.removeprefix(RunFolder.CLIENTS_PREFIX).rpartition("/")
+                tensors.client_states.setdefault(silo_name, {})[own_name] = tensor
+        return tensors
+
+
+def save_checkpoint(path: Path, server: ServerState, client_states: dict[str, Tensors]) -> None:
+    """Save the server and the client states in one step."""
+    tensors = NamedTensors(server.model_state, server.method_state, client_states).to_flat()
+    metadata = {name: getattr(server, name) for name in SCALAR_FIELDS} | {
+        "silo_names": list(server.silo_names),
+        # The file sorts names, but sums over tensors and the members of an ensemble depend on the server's order.
+        "model_state_order": list(server.model_state),
+        "method_state_on_device": [name for name, t in server.method_state.items() if t.device.type != "cpu"],
+    }
+    save_tensors(path, {RunFolder.ACCESS: server.access, **tensors}, metadata)
+
+
+def load_checkpoint(path: Path, device: torch.device | str) -> tuple[ServerState, dict[str, Tensors]]:
+    """Load the server and the client states."""
+    flat, metadata = load_tensors(path)
+    tensors, on_device = NamedTensors.from_flat(flat), set(metadata["method_state_on_device"])
+    server = ServerState(
+        tuple(metadata["silo_names"]),
+        # The file loses the memory layout of engines, and convolutions round differently in each layout.
+        {name: to_channels_last(tensors.model_state[name].to(device)) for name in metadata["model_state_order"]},
+        flat[RunFolder.ACCESS],
+        {name: t.to(device) if name in on_device else t for name, t in tensors.method_state.items()},
+        **{name: metadata[name] for name in SCALAR_FIELDS},
+    )
+    return server, {s: {n: t.to(device) for n, t in state.items()} for s, state in tensors.client_states.items()}
+
+
+def save_model(path: Path, server: ServerState, client_states: dict[str, Tensors], metadata: Mapping[str, Any]) -> None:
+    """Save what predictions need: the model, the ledger of codewords and the client states."""
+    tensors = NamedTensors(server.model_state, client_states=client_states).to_flat()
+    save_tensors(
+        path, {RunFolder.ACCESS: server.access, **tensors}, {"silo_names": list(server.silo_names), **metadata}
+    )
+
+
+def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, Any]) -> None:
+    """Save tensors and JSON values as a safetensors file, in one step."""
+    temporary = make_temporary_path(path)
+    flat = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    save_file(flat, temporary, metadata={"uefl": json.dumps(metadata, sort_keys=True)})
+    replace_file(temporary, path)
+
+
+def load_tensors(path: Path) -> tuple[Tensors, dict[str, Any]]:
+    """Load the tensors and values of a file that `save_tensors` wrote."""
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["uefl"])
+        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118

@@ -1,0 +1,94 @@
+"""Run several experiments in parallel, one process per run."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import queue
+import signal
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from uefl.core.errors import InputError
+from uefl.experiment.experiment import Experiment
+from uefl.experiment.run import Event, run
+
+
+def run_in_parallel(
+    experiments: Mapping[str, Experiment],
+    root: Path,
+    *,
+    workers: int,
+    device: str = "cpu",
+    engine: str = "auto",
+    on_event: Callable[[str, Event], None],
+) -> dict[str, Path]:
+    """Run all experiments and return their folders. The first error stops the others, which can be resumed."""
+    context = mp.get_context("spawn")  # a forked process would inherit locks of threads that do not exist in it
+    events: Any = context.Queue()
+    waiting, running = list(experiments.items()), dict[str, Any]()
+    folders: dict[str, Path] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                name, experiment = waiting.pop(0)
+                resources = (device, engine, torch.get_num_threads())
+                process = context.Process(target=_run_worker, args=(name, experiment, root, resources, events))
+                process.start()
+                running[name] = process
+            name, event = _next_event(events, running)
+            if event["kind"] == "failed":
+                raise InputError(event["message"]) if event["is_input_error"] else RuntimeError(event["message"])
+            if event["kind"] == "done":
+                folders[name] = Path(event["folder"])
+                running.pop(name).join()
+            else:
+                on_event(name, event)
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.join()
+    return {name: folders[name] for name in experiments}
+
+
+def _next_event(events: Any, running: Mapping[str, Any]) -> tuple[str, Event]:
+    """Wait for the next event; a process that ended without one counts as failed."""
+    while True:
+        try:
+            event: tuple[str, Event] = events.get(timeout=1.0)
+            return event
+        except queue.Empty:
+            for name, process in running.items():
+                if process.exitcode is not None and events.empty():
+                    return name, _make_failure(
+                        f"The process of {name} ended with exit code {process.exitcode}. "
+                        "Run the same command again to resume."
+                    )
+
+
+def _run_worker(name: str, experiment: Experiment, root: Path, resources: tuple[str, str, int], events: Any) -> None:
+    device, engine, threads = resources
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C and terminates this process
+    torch.set_num_threads(threads)
+    parent = os.getppid()
+
+    def send_event(event: Event) -> None:
+        if os.getppid() != parent:
+            os._exit(1)  # the parent has died; the last checkpoint is complete
+        events.put((name, event))
+
+    try:
+        folder = run(experiment, root, device=device, engine=engine, on_event=send_event)
+        events.put((name, {"kind": "done", "folder": str(folder)}))
+    except InputError as e:
+        events.put((name, _make_failure(str(e), is_input_error=True)))
+    except Exception:  # the parent reports every failure
+        events.put((name, _make_failure(f"{name}: {traceback.format_exc()}")))
+
+
+def _make_failure(message: str, *, is_input_error: bool = False) -> Event:
+    return {"kind": "failed", "message": message, "is_input_error": is_input_error}

@@ -1,0 +1,75 @@
+"""Parse the arguments of `uefl run` and `uefl compare`, such as `fedavg uefl mnist gamma=0.2`, into experiments.
+
+Names are checked before anything heavy is imported, so that a typing error is reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from uefl.algorithms import METHODS
+from uefl.core.errors import InputError
+from uefl.data import PARTITIONERS, SOURCES
+from uefl.experiment.settings import has_setting, override_settings
+from uefl.models import ENCODERS
+
+if TYPE_CHECKING:
+    from uefl.experiment.experiment import Experiment
+
+DEFAULT_DATASET = "mnist5k"
+
+
+def parse_experiments(arguments: Sequence[str], default_methods: Sequence[str], preset: str) -> dict[str, Experiment]:
+    """Return one experiment per method, by name, each with the `field=value` assignments that apply to it.
+
+    `default_methods` are used where the arguments name no method.
+    """
+    assignments = [a for a in arguments if "=" in a]
+    methods, dataset = _parse_names([a for a in arguments if "=" not in a])
+    # These three determine the defaults of other settings.
+    partitioner, encoder, codebook = (
+        get_assigned_value(assignments, n) for n in ("partitioner", "encoder", "codebook")
+    )
+    if partitioner:
+        PARTITIONERS.check_name(partitioner)
+    if encoder:
+        ENCODERS.check_name(encoder)
+    from uefl.experiment.recipes import make_experiment
+
+    experiments = {
+        name: make_experiment(name, dataset, preset, partitioner, encoder=encoder, with_codebook=codebook == "on")
+        for name in methods or default_methods
+    }
+    rest = [a for a in assignments if a != "codebook=on"]
+    return {name: override_settings(e, _select_applicable(e, rest, experiments)) for name, e in experiments.items()}
+
+
+def get_assigned_value(assignments: Sequence[str], name: str) -> str:
+    """Return the text that `name=text` assigns, or an empty text."""
+    return next((a.removeprefix(f"{name}=") for a in assignments if a.startswith(f"{name}=")), "")
+
+
+def _parse_names(names: Sequence[str]) -> tuple[list[str], str]:
+    """Return methods and data set; without a data set, the embedded one."""
+    for name in names:
+        if not (name in METHODS or name in SOURCES):
+            raise InputError(
+                f"'{name}' is neither a method ({', '.join(METHODS)}), nor a data set ({', '.join(SOURCES)}), "
+                "nor field=value"
+            )
+    datasets = [n for n in names if n in SOURCES] or [DEFAULT_DATASET]
+    if len(datasets) > 1:
+        raise InputError(f"choose one data set, not {', '.join(datasets)}")
+    return list(dict.fromkeys(n for n in names if n in METHODS)), datasets[0]
+
+
+def _select_applicable(
+    experiment: Experiment, assignments: Sequence[str], experiments: dict[str, Experiment]
+) -> list[str]:
+    """Return the assignments to settings of this method, and those to settings of no method, which are errors."""
+
+    def applies(name: str) -> bool:
+        return has_setting(experiment, name) or not any(has_setting(e, name) for e in experiments.values())
+
+    return [a for a in assignments if applies(a.partition("=")[0])]

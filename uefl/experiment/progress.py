@@ -1,0 +1,120 @@
+"""Show the live progress of runs, and describe their events."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from uefl.core.metrics import mean_metric, select_table_metrics
+from uefl.experiment.records import count_new_codewords, list_uncertain_silos
+from uefl.experiment.report import describe_decision
+from uefl.experiment.run import Event
+
+
+class ProgressDisplay:
+    """Show a bar per run on a terminal, a line per round elsewhere. Use it as a context and pass it all events."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.progress = Progress(
+            TextColumn("{task.fields[run]}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[time_left]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.tasks: dict[str, TaskID] = {}
+        self.run_states: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> ProgressDisplay:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def on_event(self, run: str, event: Event) -> None:
+        """Show one event of a run."""
+        if run not in self.tasks:
+            self.tasks[run] = self.progress.add_task("", total=None, run=run, status="loading data", time_left="")
+            self.run_states[run] = {"iteration": 0, "silo": "", "metrics_text": "", "round": 0, "first_round": 0}
+        handlers = {
+            "start": self._on_start,
+            "warning": self._on_warning,
+            "finished": self._on_finished,
+            "silo": self._on_silo,
+            "round": self._on_round,
+        }
+        if handler := handlers.get(event["kind"]):
+            handler(run, event)
+
+    def _on_start(self, run: str, event: Event) -> None:
+        round_number, total_rounds = event["round"], event["total_rounds"]
+        self.run_states[run] |= {
+            "total_rounds": total_rounds,
+            "round": round_number,
+            "start_time": time.monotonic(),
+            "first_round": round_number,
+        }
+        if round_number:
+            self.console.print(f"{run}: resumed after round {round_number} of {total_rounds}")
+        self.progress.update(self.tasks[run], total=total_rounds, completed=round_number)
+
+    def _on_warning(self, run: str, event: Event) -> None:
+        self.console.print(f"{run}: warning: {event['message']}", style="yellow", soft_wrap=True, markup=False)
+
+    def _on_finished(self, run: str, event: Event) -> None:
+        self.console.print(f"{run}: already finished (engine {event['engine']}), in {event['folder']}", soft_wrap=True)
+        self.progress.update(self.tasks[run], total=1, completed=1, status="already finished")
+
+    def _on_silo(self, run: str, event: Event) -> None:
+        if not event["silo"]:  # a node that is no silo of this run
+            self.console.print(f"{run}: {event['activity']}", soft_wrap=True)
+            return
+        self.run_states[run]["silo"] = f"{event['silo']} {event['activity']}"
+        self._refresh(run)
+
+    def _on_round(self, run: str, event: Event) -> None:
+        record, state = event["record"], self.run_states[run]
+        round_number, silos = record["round"], record["silos"]
+        means = [
+            f"{metric.label} {mean_metric(silos.values(), metric.name):.{metric.digits}f}"
+            for metric in select_table_metrics(with_codebook=False)
+        ]
+        state |= {"metrics_text": "  ".join(means), "iteration": record["iteration"], "round": round_number}
+        if "initial_codewords" in record:
+            count = record["initial_codewords"]
+            self.console.print(f"{run}: after round {round_number}, an initial codebook of {count} codewords")
+        if record.get("has_decision"):
+            decision = describe_decision(round_number, list_uncertain_silos(record), count_new_codewords(record))
+            self.console.print(f"{run}: {decision}", soft_wrap=True)
+        for name, silo in silos.items():
+            if "rejected" in silo:
+                self.console.print(f"{run}: round {round_number}, reply of {name} rejected: {silo['rejected']}")
+        if not self.console.is_terminal:
+            self.console.print(
+                f"{run}: iteration {record['iteration'] + 1}, round {round_number}/{state['total_rounds']}  "
+                f"{state['metrics_text']}{self._format_time_left(run)}",
+                soft_wrap=True,
+            )
+        self._refresh(run)
+
+    def _format_time_left(self, run: str) -> str:
+        state = self.run_states[run]
+        rounds_done = state["round"] - state["first_round"]
+        if rounds_done < 1:
+            return ""
+        seconds_per_round = (time.monotonic() - state["start_time"]) / rounds_done
+        seconds = seconds_per_round * (state["total_rounds"] - state["round"])
+        return f"  about {seconds / 60:.0f} min left" if seconds > 90 else f"  about {seconds:.0f} s left"
+
+    def _refresh(self, run: str) -> None:
+        state, time_left = self.run_states[run], self._format_time_left(run)
+        status = f"iteration {state['iteration'] + 1}  {state['metrics_text']}  {state['silo']}"
+        self.progress.update(self.tasks[run], completed=state["round"], status=status, time_left=time_left)

@@ -1,0 +1,93 @@
+"""Records: one JSON line per round, and the summary of a run that is computed from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from uefl.core.metrics import METRICS, TABLE_METRICS, mean_metric
+
+Record = dict[str, Any]
+DEFAULT_AGGREGATION = "mean of last 5"  # what tables show
+AGGREGATIONS = ("last", DEFAULT_AGGREGATION, "best by validation")
+REPORTED_METRICS = (*(metric.name for metric in METRICS if metric.in_summary), "code_loss", "num_codewords")
+
+
+def append_records(path: Path, records: Sequence[Record]) -> None:
+    """Append records and flush them to the disk, before a checkpoint relies on them."""
+    with path.open("a") as file:
+        for record in records:
+            file.write(json.dumps(record, sort_keys=True) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read all complete lines; a line that a killed process left incomplete is dropped."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # text after the last line break is incomplete
+
+
+def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
+    """Summarize a run: last round, mean of the last five rounds, and the best round by validation accuracy."""
+    validated = [r for r in records if not math.isnan(_validation_accuracy(r))]  # silos may miss a round
+    best = max(validated or records[-1:], key=lambda r: (_validation_accuracy(r), -r["round"]))
+    aggregations = dict(zip(AGGREGATIONS, (records[-1:], records[-5:], [best])))
+    return {
+        "rounds": records[-1]["round"],
+        "total_codewords": records[-1]["total_codewords"],
+        "extensions": [_describe_extension(r) for r in records if r.get("has_decision")],
+        "bytes_up": sum(r["bytes_up"] for r in records),
+        "bytes_down": sum(r["bytes_down"] for r in records),
+        "seconds": sum(r["seconds"] for r in records),
+        "kmeans_seconds": sum(r["kmeans_seconds"] for r in records),
+        "validation_accuracy": sum(map(_validation_accuracy, validated[-5:])) / max(len(validated[-5:]), 1),
+        **{name: _average_rounds(rounds, domains) for name, rounds in aggregations.items()},
+    }
+
+
+def list_uncertain_silos(record: Record) -> list[str]:
+    """Return the silos that a decision found uncertain."""
+    return [name for name, silo in record["silos"].items() if silo["is_uncertain"]]
+
+
+def count_new_codewords(record: Record) -> dict[str, int]:
+    """Return the number of new codewords of the silos that received any."""
+    return {name: silo["new_codewords"] for name, silo in record["silos"].items() if silo.get("new_codewords")}
+
+
+def _validation_accuracy(record: Record) -> float:
+    return mean_metric([s["validation"] for s in record["silos"].values() if "validation" in s], "accuracy")
+
+
+def _describe_extension(record: Record) -> dict[str, Any]:
+    return {
+        "round": record["round"],
+        "uncertain_silos": list_uncertain_silos(record),
+        "new_codewords": count_new_codewords(record),
+    }
+
+
+def _average_rounds(rounds: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
+    """Average some rounds: the means over silos (mA, mE, mP), and every metric per silo and per domain."""
+    names = [name for name, silo in rounds[-1]["silos"].items() if silo.get("num_examples")]
+    silos = {name: _mean_metrics([r["silos"][name] for r in rounds]) for name in names}
+    for name, silo in silos.items():
+        silo["num_codewords"] = rounds[-1]["silos"][name]["num_codewords"]  # of the last round, not a mean
+    groups = {d: [silos[n] for n in names if domains[n] == d] for d in dict.fromkeys(domains[n] for n in names)}
+    return {
+        "round": [r["round"] for r in rounds],
+        **{metric.label: mean_metric(silos.values(), metric.name) for metric in TABLE_METRICS},
+        "domains": {domain: _mean_metrics(group) for domain, group in groups.items()},
+        "silos": {name: {"domain": domains[name], **silo} for name, silo in silos.items()},
+    }
+
+
+def _mean_metrics(rows: Sequence[Record]) -> dict[str, float]:
+    return {name: mean_metric(rows, name) for name in REPORTED_METRICS}

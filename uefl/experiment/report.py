@@ -1,0 +1,136 @@
+"""Tables and sentences about finished runs, from their summaries and records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from uefl.core.metrics import describe_means, select_table_metrics
+from uefl.experiment.records import DEFAULT_AGGREGATION, Record, read_records
+from uefl.experiment.run_folder import RunFolder
+
+Summary = Mapping[str, Any]  # of one aggregation over rounds
+
+
+class Column(NamedTuple):
+    """A column of a run in the table."""
+
+    key: str  # of a silo's or domain's summary
+    heading: str
+    digits: int
+
+
+def print_runs(runs: Mapping[str, Path], console: Console) -> None:
+    """Print what happened in finished runs, their table, and what its labels mean."""
+    for line in describe_extensions(runs) + describe_lost_rounds(runs):
+        console.print(line, soft_wrap=True)
+    console.print(make_comparison_table(runs))
+    console.print(describe_means(with_codebook=any(map(_has_codebook, _read_summaries(runs)))), soft_wrap=True)
+
+
+def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
+    """Make a table of runs side by side: per silo, per domain, and means over all silos."""
+    summaries = _read_summaries(runs, aggregation)
+    table = Table(
+        title=f"Test images, {aggregation}{' rounds' if aggregation == DEFAULT_AGGREGATION else ''}",
+        title_justify="left",
+    )
+    table.add_column("")
+    for name, summary in zip(runs, summaries):
+        for column in _list_columns(summary):
+            table.add_column(f"{name}\n{column.heading}", justify="right")
+    for domain in summaries[0]["domains"]:
+        members = [name for name, silo in summaries[0]["silos"].items() if silo["domain"] == domain]
+        for silo_name in members if members != [domain] else []:  # a silo that is its own domain has one row
+            table.add_row(silo_name, *_format_cells([s["silos"].get(silo_name, {}) for s in summaries], summaries))
+        rows = [summary["domains"].get(domain, {}) for summary in summaries]
+        table.add_row(*_make_bold(domain, *_format_cells(rows, summaries)), end_section=True)
+    has_codebook = any(map(_has_codebook, summaries))
+    labels = ", ".join(metric.label for metric in select_table_metrics(with_codebook=has_codebook))
+    title = f"{labels}; most codewords" if has_codebook else labels
+    table.add_row(*_make_bold(title, *_format_cells([_mean_over_silos(s) for s in summaries], summaries)))
+    return table
+
+
+def _read_summaries(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> list[Summary]:
+    return [RunFolder(folder).read_summary()[aggregation] for folder in runs.values()]
+
+
+def _list_columns(summary: Summary) -> list[Column]:
+    has_codebook = _has_codebook(summary)
+    metrics = select_table_metrics(with_codebook=has_codebook)
+    columns = [Column(metric.name, metric.column, metric.digits) for metric in metrics]
+    return columns + [Column("num_codewords", "codewords", 0)] * has_codebook
+
+
+def _mean_over_silos(summary: Summary) -> dict[str, float]:
+    """Return the means over silos by metric, and the largest number of codewords."""
+    means = {metric.name: summary[metric.label] for metric in select_table_metrics(with_codebook=True)}
+    return {**means, "num_codewords": _max_codewords(summary)}
+
+
+def _has_codebook(summary: Summary) -> bool:
+    return _max_codewords(summary) > 0
+
+
+def _max_codewords(summary: Summary) -> float:
+    return float(max(silo["num_codewords"] for silo in summary["silos"].values()))
+
+
+def _format_cells(rows: Sequence[Mapping[str, float]], summaries: Sequence[Summary]) -> list[str]:
+    """Format one row of the table; each run has its own columns."""
+    return [
+        f"{row[column.key]:.{column.digits}f}" if column.key in row else "–"
+        for row, summary in zip(rows, summaries)
+        for column in _list_columns(summary)
+    ]
+
+
+def _make_bold(*cells: str) -> list[str]:
+    return [f"[bold]{cell}[/bold]" for cell in cells]
+
+
+def describe_extensions(runs: Mapping[str, Path]) -> list[str]:
+    """Describe the decisions of runs: which silos were uncertain, and how many codewords they received."""
+    lines = []
+    for name, folder in runs.items():
+        for step in RunFolder(folder).read_summary()["extensions"]:
+            decision = describe_decision(step["round"], step["uncertain_silos"], step["new_codewords"])
+            lines.append(f"{name}: {decision}")
+    return lines
+
+
+def describe_lost_rounds(runs: Mapping[str, Path]) -> list[str]:
+    """Describe runs in which every reply of a round was rejected."""
+    lines = []
+    for name, folder in runs.items():
+        records = read_records(RunFolder(folder).records_path)
+        lost = [r["round"] for r in records if r["silos"] and all("rejected" in s for s in _list_replies(r))]
+        if lost:
+            lines.append(
+                f"{name}: in {len(lost)} of {len(records)} rounds (first: round {lost[0]}) no reply could be used, "
+                "so the model did not change; a smaller local.lr may help"
+            )
+    return lines
+
+
+def _list_replies(record: Record) -> list[Record]:
+    """Return the entries of the silos that replied in a round."""
+    return [silo for silo in record["silos"].values() if "bytes_up" in silo] or [{}]
+
+
+def describe_decision(round_number: int, uncertain_silos: Sequence[str], new_codewords: Mapping[str, int]) -> str:
+    """Describe the decision at the end of an iteration in one sentence."""
+    if not uncertain_silos:
+        return f"after round {round_number}, no silo has unusually high uncertainty: the codebook is final"
+    num_silos = len(uncertain_silos)
+    counts = " or ".join(map(str, sorted(set(new_codewords.values()))))
+    outcome = f"{counts} new codewords{' per silo' if num_silos > 1 else ''}" if counts else "no new codewords"
+    return (
+        f"after round {round_number}, {num_silos} {'silo has' if num_silos == 1 else 'silos have'} unusually high "
+        f"uncertainty ({', '.join(uncertain_silos)}): {outcome}"
+    )

@@ -1,0 +1,215 @@
+"""Run an experiment in its folder: rounds, records and checkpoints, then model, figure and summary.
+
+A run folder is never overwritten. A finished run is found again; an unfinished one is resumed from its last checkpoint
+and ends with the same bits as a run without interruption.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from uefl import __version__
+from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.federation import Clients, ServerState, Tensors
+from uefl.data.quality import collect_warnings
+from uefl.engines import ENGINE_NAMES, ENGINES, IN_PROCESS_ENGINES
+from uefl.engines.choosing import choose_engine
+from uefl.experiment import records
+from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint, save_model
+from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
+from uefl.experiment.files import ensure_writable_folder, write_text
+from uefl.experiment.rounds import iterate_rounds
+from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+FIXED_HEADER_FIELDS = ("engine", "device", "threads", "torch", RESULTS_VERSION_KEY)  # must be equal when resumed
+
+
+class Engine(Clients, Protocol):
+    """Clients whose states are part of the checkpoint."""
+
+    client_states: dict[str, Tensors]
+    device: torch.device
+
+
+class RunContext(NamedTuple):
+    """Data, engine and device of a run."""
+
+    fingerprint: str  # hash of the data
+    domains: dict[str, str]  # by silo
+    class_names: tuple[str, ...]
+    input_shape: tuple[int, ...]
+    engine: str = "serial"
+    device: str = "cpu"
+
+
+def run(
+    experiment: Experiment,
+    root: Path,
+    *,
+    device: str = "cpu",
+    engine: str = "auto",
+    on_event: Listener = lambda _: None,
+) -> Path:
+    """Run an experiment, resume it, or find it finished; return its folder."""
+    if engine not in ENGINE_NAMES:
+        raise unknown_value_error("engine", engine, ENGINE_NAMES)
+    experiment = experiment.resolve_precision(device)
+    if engine in ENGINES and engine not in IN_PROCESS_ENGINES:
+        require_network_support(experiment)
+    on_event({"kind": "load", "data": experiment.data.name})
+    silos, images = experiment.data.load(experiment.seed)
+    for message in collect_warnings(silos, images):
+        on_event({"kind": "warning", "message": message})
+    method = experiment.method
+    silos = list(method.prepare_silos(silos))
+    input_shape = tuple(images.x.shape[1:]) if not experiment.data.image_size else tuple(silos[0].test.x.shape[1:])
+    net = experiment.build_network(input_shape, len(images.classes))
+    engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
+    domains = {silo.name: silo.domain for silo in silos}
+    context = RunContext(fingerprint_silos(silos), domains, images.classes, input_shape, engine, device)
+
+    def on_progress(silo_name: str, activity: str) -> None:
+        on_event({"kind": "silo", "silo": silo_name, "activity": activity})
+
+    def open_clients() -> AbstractContextManager[Engine]:
+        make_clients = _import_engine(engine)
+        if engine not in IN_PROCESS_ENGINES:
+            folder, run_id = root.resolve() / "state", experiment.run_id(context.fingerprint)
+            clients: AbstractContextManager[Engine] = make_clients(
+                experiment, len(silos), state_folder=folder, run_id=run_id, on_silo_event=on_progress
+            )
+            return clients
+        precision = {"dtype": DTYPES[experiment.precision], "matmul_precision": experiment.matmul_precision}
+        return nullcontext(
+            make_clients(silos, net, seed=experiment.seed, device=device, on_progress=on_progress, **precision)
+        )
+
+    return run_with_clients(experiment, root, context, open_clients, on_event)
+
+
+def _import_engine(name: str) -> Callable[..., Any]:
+    try:
+        make_clients: Callable[..., Any] = ENGINES[name]
+    except ImportError:  # Flower is an optional dependency
+        raise InputError(f"engine={name} needs {name.title()}: install uefl with its extra `{name}`") from None
+    return make_clients
+
+
+def require_network_support(experiment: Experiment) -> Experiment:
+    """Return the experiment, or raise an error if its method needs data of several silos in one place."""
+    if reason := experiment.method.network_unsupported_reason:
+        raise InputError(f"{experiment.method_name} cannot run on Flower: {reason}; use engine=serial")
+    return experiment
+
+
+def run_with_clients(
+    experiment: Experiment,
+    root: Path,
+    context: RunContext,
+    open_clients: Callable[[], AbstractContextManager[Engine]],
+    on_event: Listener = lambda _: None,
+) -> Path:
+    """Run, resume or find an experiment with any clients; they are opened only if rounds remain."""
+    name = f"{experiment.method_name}-{experiment.data.name}-{experiment.run_id(context.fingerprint)}"
+    folder = RunFolder(ensure_writable_folder(root / name))
+    with folder.lock():
+        if folder.is_finished:
+            engine = folder.read_header()["engine"]
+            on_event({"kind": "finished", "folder": str(folder.path), "engine": engine})
+            return folder.path
+        is_new = not folder.has_header
+        _write_header(folder, experiment, context)
+        try:
+            opened = open_clients()
+        except InputError:
+            if is_new:  # invalid settings leave no folder that looks like an unfinished run
+                folder.remove_header()
+            raise
+        with opened as clients:
+            server = _run_rounds(experiment, clients, folder, on_event)
+            _write_results(folder, server, clients, context.domains)
+    return folder.path
+
+
+def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_event: Listener) -> ServerState:
+    """Run the remaining rounds; after each, write its records and then the checkpoint that follows them."""
+    method, resumed = experiment.method, _resume(clients, folder)
+    next_record = resumed.open_record.get("round", resumed.round + 1) if resumed else 1
+    earlier = [record for record in records.read_records(folder.records_path) if record["round"] < next_record]
+    write_text(folder.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in earlier))
+    round_number, server = resumed.round if resumed else 0, resumed
+    on_event({"kind": "start", "total_rounds": method.total_rounds, "round": round_number, "records": earlier})
+    for server in iterate_rounds(method, clients, resumed):
+        for record in server.completed_records:
+            on_event({"kind": "round", "record": record})
+        records.append_records(folder.records_path, server.completed_records)
+        save_checkpoint(folder.checkpoint_path, server, clients.client_states)
+    assert server is not None, "a method has at least one round"
+    return server
+
+
+def _resume(clients: Engine, folder: RunFolder) -> ServerState | None:
+    """Load the last checkpoint, if there is one."""
+    if not folder.checkpoint_path.exists():
+        return None
+    server, clients.client_states = load_checkpoint(folder.checkpoint_path, clients.device)
+    return server
+
+
+def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext) -> None:
+    """Write settings, versions and data of a new run; for a resumed run, check that nothing fixed has changed."""
+    device = context.device
+    fixed: dict[str, Any] = {
+        "engine": context.engine,
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        RESULTS_VERSION_KEY: RESULTS_VERSION,
+    }
+    if folder.has_header:
+        header = folder.read_header()
+        for name in FIXED_HEADER_FIELDS:
+            if header[name] != fixed[name]:
+                raise InputError(
+                    f"{folder.path} was started with {name} {header[name]}, but {name} is now {fixed[name]}; "
+                    "resume it as it was started, or choose another folder with --out"
+                )
+        return
+    folder.write_header(
+        {
+            **fixed,
+            "uefl": __version__,
+            "python": platform.python_version(),
+            "fingerprint": context.fingerprint,
+            "experiment": experiment.to_config(),
+            "total_rounds": experiment.method.total_rounds,
+            "domains": context.domains,
+            "class_names": list(context.class_names),
+            "input_shape": list(context.input_shape),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+    )
+
+
+def _write_results(folder: RunFolder, server: ServerState, clients: Engine, domains: dict[str, str]) -> None:
+    """Write model and figure, and last the summary, which marks the run as finished."""
+    header = folder.read_header()
+    experiment = header["experiment"]
+    fields = ("experiment", "class_names", "input_shape", "domains", "fingerprint", RESULTS_VERSION_KEY)
+    save_model(folder.model_path, server, clients.client_states, {name: header[name] for name in fields})
+    run_records = records.read_records(folder.records_path)
+    from uefl.experiment.figures import plot_curves  # matplotlib is slow to import, and only needed here
+
+    plot_curves({f"{experiment['name']} on {experiment['data']['name']}": run_records}, folder.figure_path)
+    folder.write_summary({"seed": experiment["seed"], **records.summarize_records(run_records, domains)})
+    folder.checkpoint_path.unlink()

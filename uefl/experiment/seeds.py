@@ -1,0 +1,106 @@
+"""Compare methods over several seeds: means with standard errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from uefl.core.errors import InputError
+from uefl.core.metrics import TABLE_METRICS, describe_means, select_table_metrics
+from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, create_comparison_folder, run_experiments
+from uefl.experiment.experiment import Experiment
+from uefl.experiment.files import write_text
+from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION
+from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
+
+SEEDS_TABLE_FILE = "seeds.md"  # the table, in the folder of the comparison
+SEEDS_RECORDS_FILE = "seeds.jsonl"  # one line per run
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Parse a comma-separated list of seeds."""
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"seeds={text} is not a list of whole numbers such as 0,1,2") from None
+    return list(dict.fromkeys(seeds))
+
+
+def compare_seeds(
+    experiments: Mapping[str, Experiment], seeds: Sequence[int], out: Path, resources: RunResources, console: Console
+) -> None:
+    """Run every experiment with every seed; print and save the table, and one line per run for further analysis."""
+    labels = {(name, seed): f"{name}, seed {seed}" for seed in seeds for name in experiments}
+    runs = {label: replace(experiments[name], seed=seed) for (name, seed), label in labels.items()}
+    folders = run_experiments(runs, out, resources, console)
+    records = [summarize_run(name, folders[label]) for (name, _), label in labels.items()]
+    table = format_seed_table(records)
+    folder = create_comparison_folder(folders, out)
+    write_text(folder / SEEDS_RECORDS_FILE, "".join(json.dumps(record) + "\n" for record in records))
+    write_text(folder / SEEDS_TABLE_FILE, f"`{shlex.join(['uefl', *sys.argv[1:]])}`\n\n{table}")
+    console.print(table, markup=False, soft_wrap=True)
+    console.print(f"Results are saved in {folder}.", soft_wrap=True)
+
+
+def summarize_run(name: str, folder: Path) -> dict[str, Any]:
+    """Summarize a finished run in one record."""
+    header, summary = RunFolder(folder).read_header(), RunFolder(folder).read_summary()
+    header_fields = ("engine", "device", "threads", "torch", "uefl", RESULTS_VERSION_KEY, "fingerprint", "experiment")
+    summary_fields = ("rounds", "total_codewords", "validation_accuracy", "extensions", "seconds")
+    domains = summary[DEFAULT_AGGREGATION]["domains"]
+    return {
+        "name": name,
+        "run": folder.name,
+        **{field: header[field] for field in header_fields},
+        **{a: {metric.label: summary[a][metric.label] for metric in TABLE_METRICS} for a in AGGREGATIONS},
+        **{field: summary[field] for field in summary_fields},
+        "domain accuracy": {domain: metrics["accuracy"] for domain, metrics in domains.items()},
+    }
+
+
+def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Format means over seeds ± standard error, then the value of each seed, and mark the better of two FedAvgs."""
+    names = list(dict.fromkeys(record["name"] for record in records))
+    runs = {name: [record for record in records if record["name"] == name] for name in names}
+    per_seed = select_table_metrics(with_codebook=False)
+    seeds = ", ".join(str(run["experiment"]["seed"]) for run in runs[names[0]])
+    headings = [metric.label for metric in TABLE_METRICS] + [f"{metric.label}, seeds {seeds}" for metric in per_seed]
+    rows = [
+        f"| {DEFAULT_AGGREGATION} rounds | {' | '.join(headings)} |",
+        "|---" * (1 + len(headings)) + "|",
+    ]
+    better = _find_better_fedavg(runs)
+    for name in names:
+        means = [run[DEFAULT_AGGREGATION] for run in runs[name]]
+        cells = [format_mean_stderr([mean[m.label] for mean in means], m.digits + 1) for m in TABLE_METRICS]
+        cells += [" ".join(f"{mean[m.label]:.{m.digits + 1}f}" for mean in means) for m in per_seed]
+        mark = " (better by validation)" if name == better else ""
+        rows.append(f"| {name}{mark} | {' | '.join(cells)} |")
+    return "\n".join([*rows, "", describe_means(with_codebook=True)]) + "\n"
+
+
+def _find_better_fedavg(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the FedAvg variant with the higher validation accuracy, if both ran."""
+    accuracy = {
+        name: sum(run["validation_accuracy"] for run in runs[name]) / len(runs[name])
+        for name in ("fedavg", FEDAVG_NO_LAYER_NORM)
+        if name in runs
+    }
+    return max(accuracy, key=lambda name: accuracy[name]) if len(accuracy) == 2 else ""
+
+
+def format_mean_stderr(values: Sequence[float], digits: int) -> str:
+    """Format the mean ± standard error."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return f"{mean:.{digits}f}"
+    error = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
+    return f"{mean:.{digits}f} ± {error:.{digits}f}"

@@ -1,0 +1,177 @@
+"""The engine whose clients are reached over Flower: `fit` and `query` send one message to each silo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from uefl.core.errors import InputError, ResumableError
+from uefl.core.federation import Broadcast, Method, Reply, Split, Tensors, gather_accessible_rows, size_in_bytes
+from uefl.experiment.settings import to_dict
+from uefl.flower.reply_reader import IdentityMismatch, ReplyReader
+from uefl.flower.silo_registry import SiloInfo, SiloRegistry
+from uefl.flower.wire import cast_to_half, make_message
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+
+ACCEPTED_ROUND = "accepted_round"  # key in `client_states` and in messages: the last round whose client state counts
+Payload = dict[str, Any]
+
+
+class FlowerEngine:
+    """Clients behind a Flower grid: in this process, simulated on Ray, or deployed.
+
+    `client_states` is part of the checkpoint, as in every engine. Client state itself stays at the silos, so
+    `client_states` holds only the number of the last accepted round.
+    """
+
+    def __init__(
+        self,
+        registry: SiloRegistry,
+        net: nn.Module,
+        *,
+        silo_infos: Sequence[SiloInfo],
+        run_id: str,
+        seed: int,
+        class_names: Sequence[str],
+        image_shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        half_precision: bool = False,
+        on_progress: Callable[[str, str], None] = lambda _silo, _activity: None,
+    ) -> None:
+        self.registry, self.seed, self.half_precision, self.on_progress = registry, seed, half_precision, on_progress
+        self.net, self.device = net.to(dtype), torch.device("cpu")
+        self.client_states: dict[str, Tensors] = {}
+        self._silo_infos = {info.name: info for info in sorted(silo_infos)}
+        self._run_payload = {
+            "run_id": run_id,
+            "image_shape": list(image_shape),
+            "classes": list(class_names),
+            "half_precision": half_precision,
+        }
+        self._reader = ReplyReader(net, tuple(image_shape), dtype=dtype, half_precision=half_precision)
+
+    @property
+    def silo_infos(self) -> list[SiloInfo]:
+        """The registered information of the silos of this run."""
+        return list(self._silo_infos.values())
+
+    @property
+    def num_examples(self) -> Mapping[str, int]:
+        return {name: info.num_examples for name, info in self._silo_infos.items()}
+
+    @property
+    def domains(self) -> Mapping[str, str]:
+        return {name: info.domain for name, info in self._silo_infos.items()}
+
+    def initial_model_state(self) -> Tensors:
+        return {name: t.clone() for name, t in self.net.state_dict().items()}
+
+    def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
+        results = self._exchange_messages(method, broadcast, {"evaluate": evaluate})
+        for reply, has_client_state in results:
+            if has_client_state:
+                self.client_states[reply.silo_name] = {ACCEPTED_ROUND: torch.tensor(broadcast.round)}
+        yield from (reply for reply, _ in results)
+
+    def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
+        results = self._exchange_messages(method, broadcast, {"task": task, "splits": list(splits)})
+        yield from (reply for reply, _ in results)
+
+    def _exchange_messages(self, method: Method, broadcast: Broadcast, payload: Payload) -> list[tuple[Reply, bool]]:
+        """Send one message per participant, and repeat failed ones until the quorum is met; sort replies by silo."""
+        if to_dict(method) != self.registry.experiment["method"]:
+            raise InputError("the method differs from the one in the experiment, which the silos would run")
+        policy, num_participants = self.registry.policy, len(broadcast.participants)
+        quorum = policy.compute_quorum(len(self._silo_infos))
+        quorum = quorum if num_participants >= quorum else 0  # a query to a few silos may remain unanswered
+        results: dict[str, tuple[Reply, bool]] = {}
+        for _ in range(1 + policy.retries):
+            open_names = [n for n in sorted(broadcast.participants) if n not in results or results[n][0].rejected]
+            for name, message in self._send_and_collect(broadcast, payload, open_names):
+                results[name] = self._read_reply(message, method, narrow_broadcast(broadcast, name), payload)
+            num_valid = sum(not reply.rejected for reply, _ in results.values())
+            if num_valid >= quorum:
+                return [results[name] for name in sorted(results)]
+        reasons = "; ".join(f"{n}: {reply.rejected}" for n, (reply, _) in sorted(results.items()) if reply.rejected)
+        raise ResumableError(
+            f"round {broadcast.round}: {num_valid} of {num_participants} silos sent a valid reply in "
+            f"{1 + policy.retries} attempts; {quorum} are required ({reasons}); run the same command again to resume"
+        )
+
+    def _send_and_collect(
+        self, broadcast: Broadcast, payload: Payload, silo_names: Sequence[str]
+    ) -> Iterator[tuple[str, Message | str]]:
+        """Send the messages, and yield for each silo its reply, or the reason why none arrived in time."""
+        grid, policy = self.registry.grid, self.registry.policy
+        node_ids, waiting = self.registry.find_nodes(silo_names), dict[str, str]()
+        for name in silo_names:
+            if name in node_ids:
+                message = self._make_message(narrow_broadcast(broadcast, name), payload, node_ids[name])
+                message_ids = [message_id for message_id in grid.push_messages([message]) if message_id]
+            else:
+                message_ids = []
+            if message_ids:
+                waiting[message_ids[0]] = name
+                self.on_progress(name, payload.get("task", "training"))
+            else:
+                yield name, "missing: the node is not connected"
+        end = time.monotonic() + policy.reply_timeout
+        while waiting and time.monotonic() < end:
+            for reply in grid.pull_messages(list(waiting)):
+                name = waiting.pop(reply.metadata.reply_to_message_id)
+                self.on_progress(name, "replied")
+                yield name, reply
+            time.sleep(policy.poll_interval if waiting else 0)
+        for name in waiting.values():
+            yield name, f"missing: no reply within {policy.reply_timeout:g} s"
+
+    def _make_message(self, broadcast: Broadcast, payload: Payload, node_id: int) -> Message:
+        (name,) = broadcast.silo_names
+        accepted_round = int(self.client_states[name][ACCEPTED_ROUND]) if name in self.client_states else 0
+        silo_payload = {"silo": name, "round": broadcast.round, "lr": broadcast.lr, ACCEPTED_ROUND: accepted_round}
+        return make_message(
+            {**silo_payload, **self._run_payload, **payload, "experiment": self.registry.experiment},
+            node_id,
+            "evaluate" if "task" in payload else "train",
+            ttl=self.registry.policy.reply_timeout,
+            model_state=self._compress(broadcast.model_state),
+            extras=self._compress(broadcast.extras),
+        )
+
+    def _compress(self, tensors: Tensors) -> Tensors:
+        return cast_to_half(tensors) if self.half_precision else tensors
+
+    def _read_reply(
+        self, message: Message | str, method: Method, broadcast: Broadcast, payload: Payload
+    ) -> tuple[Reply, bool]:
+        """Return the checked reply and whether the silo stored client state; `rejected` holds what is wrong."""
+        (name,) = broadcast.silo_names
+        if isinstance(message, str):
+            return Reply(name, self.num_examples[name], rejected=message), False
+        received_bytes = sum(size_in_bytes(self._compress(t)) for t in (broadcast.model_state, broadcast.extras))
+        try:
+            reply, has_client_state = self._reader.read_reply(
+                message, method, broadcast, task=payload.get("task", ""), num_examples=self.num_examples[name]
+            )
+        except InputError as e:
+            if isinstance(e, IdentityMismatch):
+                self.registry.forget_node(name)
+            return Reply(name, self.num_examples[name], received_bytes=received_bytes, rejected=str(e)), False
+        return reply._replace(received_bytes=received_bytes), has_client_state
+
+
+def narrow_broadcast(broadcast: Broadcast, silo_name: str) -> Broadcast:
+    """Return what one silo receives: shared weights, and of the codewords only its own rows."""
+    access_row = broadcast.access[broadcast.silo_names.index(silo_name)]
+    return broadcast._replace(
+        model_state=gather_accessible_rows(broadcast.model_state, access_row),
+        silo_names=(silo_name,),
+        access=torch.ones(1, int(access_row.sum()), dtype=torch.bool),
+        participants=(silo_name,),
+    )

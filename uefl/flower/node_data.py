@@ -1,0 +1,90 @@
+"""Load the data of a node: its own folder when deployed, one partition of the data set in a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from uefl.core.errors import InputError
+from uefl.core.federation import Examples, Silo, Split
+from uefl.data import SOURCES
+from uefl.data.config import DataConfig
+from uefl.data.images import Images
+from uefl.experiment.experiment import Experiment
+
+NodeConfig = Mapping[str, Any]
+"""A node's own configuration, which the server cannot change: data_path, silo; optional: state_path, domain, device."""
+
+
+class NodeData(NamedTuple):
+    """The silo of one node, and the names of its classes in the order of its labels."""
+
+    silo: Silo
+    classes: tuple[str, ...]
+
+
+NodeDataLoader = Callable[[Experiment, NodeConfig], NodeData]
+
+
+def load_node_data(experiment: Experiment, node_config: NodeConfig) -> NodeData:
+    """Return the silo of a node, by its `data_path` or, in a simulation, by its partition id."""
+    if "data_path" in node_config:
+        if "silo" not in node_config:
+            raise InputError('the node configuration has data_path="…" but no silo="…", the name of the silo')
+        path, name, domain = (str(node_config.get(key, "")) for key in ("data_path", "silo", "domain"))
+        return load_own_folder(experiment, path, name, domain)
+    if "partition-id" in node_config:
+        silos = load_simulated_silos(experiment)
+        index = int(node_config["partition-id"])
+        if index >= len(silos):
+            raise InputError(f"node {index} has no silo: this experiment has {len(silos)} silos")
+        return silos[index]
+    raise InputError('the node configuration has neither data_path="…" nor a partition-id')
+
+
+def load_simulated_silos(experiment: Experiment) -> list[NodeData]:
+    """Return all silos of a simulation, sorted by name."""
+    silos, images = load_data_once(experiment.data, experiment.seed)
+    silos = sorted(experiment.method.prepare_silos(silos), key=lambda silo: silo.name)
+    return [NodeData(silo, images.classes) for silo in silos]
+
+
+@lru_cache(maxsize=1)
+def load_data_once(config: DataConfig, seed: int) -> tuple[list[Silo], Images]:
+    """Load the silos of a data set; a process reads them once for all its messages."""
+    return config.load(seed)
+
+
+def load_own_folder(experiment: Experiment, path: str, silo_name: str, domain: str = "") -> NodeData:
+    """Return a silo from the node's own folder. The server decides how it is split, never which path is read."""
+    config, weights = experiment.data, experiment.model.pretrained_weights
+    if SOURCES[config.name].is_embedded:
+        raise InputError(f"data={config.name} reads no folder; a node with data_path needs a data set read from files")
+    if Path(weights).name != weights:
+        raise InputError(f"pretrained_weights={weights} is a file path; a silo never opens a path sent by the server")
+    images = replace(config, path=path).read_images(show_progress=False)
+    images = replace(images, silo_ids=torch.zeros_like(images.y), silos=(silo_name,))
+    config = replace(config, partitioner="natural", shifts=(), num_silos=(), train_sizes=(), target="")
+    (silo,) = config.make_silos(images, experiment.seed)
+    return NodeData(replace(silo, domain=domain or silo_name), images.classes)
+
+
+def align_labels(node_data: NodeData, classes: tuple[str, ...]) -> Silo:
+    """Return the silo with labels that index the federation's classes, of which the silo may have only some."""
+    if node_data.classes == classes:
+        return node_data.silo
+    for name in node_data.classes:
+        if name not in classes:
+            raise InputError(f"class '{name}' is not a class of the federation: {', '.join(classes)}")
+    new_labels = torch.tensor([classes.index(name) for name in node_data.classes])
+
+    def relabel(split: Split) -> Examples:
+        examples = node_data.silo.examples(split)
+        return examples._replace(y=new_labels[examples.y])
+
+    return replace(node_data.silo, train=relabel("train"), validation=relabel("validation"), test=relabel("test"))

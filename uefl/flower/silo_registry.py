@@ -1,0 +1,152 @@
+"""Find silos by name. Node ids change at every start of a node; a silo is identified by the name that it reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from uefl.core.errors import InputError, ResumableError
+from uefl.core.field_rules import check_ranges, setting
+from uefl.flower.wire import make_message, read_reply_payload
+
+MAX_EXAMPLES = 2**40  # a silo that reports more is rejected
+SiloListener = Callable[[str, str], None]  # receives a silo's name ("" for a rejected node) and what happens
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPolicy:
+    """How long the server waits for silos, and how many valid replies a round requires."""
+
+    connect_timeout: float = setting(120.0, "Seconds until all silos must be connected.", at_least=0)
+    reply_timeout: float = setting(
+        3600.0, "Seconds until a reply must arrive, and the lifetime of a message.", at_least=0
+    )
+    quorum: int = setting(
+        0, "Minimum number of valid replies per round; 0 means more than half of the silos.", at_least=0
+    )
+    retries: int = setting(2, "Number of further attempts at failed silos while the quorum is not met.", at_least=0)
+    poll_interval: float = setting(0.1, "Seconds between two requests to the grid.", at_least=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def compute_quorum(self, num_silos: int) -> int:
+        """Return the number of valid replies required of this number of silos."""
+        return min(self.quorum or num_silos // 2 + 1, num_silos)
+
+
+class SiloInfo(NamedTuple):
+    """What a silo reports of itself when it registers."""
+
+    name: str
+    domain: str
+    num_examples: int
+    image_shape: tuple[int, ...]
+    classes: tuple[str, ...]
+
+
+class SiloRegistry:
+    """Silos by name, with the node at which each is connected."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        experiment: Mapping[str, Any],
+        policy: RoundPolicy,
+        on_silo_event: SiloListener = lambda _silo, _activity: None,
+    ) -> None:
+        self.grid, self.experiment, self.policy, self.on_silo_event = grid, dict(experiment), policy, on_silo_event
+        self.silo_infos: dict[str, SiloInfo] = {}
+        self.node_ids: dict[str, int] = {}  # by silo name
+        self.rejected_nodes: dict[int, str] = {}  # reasons, by node id
+        self._pending_queries: dict[str, int] = {}  # node ids, by message id
+
+    def wait_for_silos(self, num_silos: int, known_silos: Sequence[SiloInfo] = ()) -> list[SiloInfo]:
+        """Wait for a number of silos, or for those of a resumed run; after the timeout a quorum is enough."""
+        self.silo_infos = {info.name: info for info in known_silos}
+        expected_names, num_silos = set(self.silo_infos), len(known_silos) or num_silos
+
+        def list_connected() -> list[str]:
+            return sorted(name for name in self.node_ids if name in expected_names or not expected_names)
+
+        self._poll_until(lambda: len(list_connected()) + len(self.rejected_nodes) >= num_silos)
+        connected, quorum = list_connected(), self.policy.compute_quorum(num_silos)
+        if len(connected) < max(quorum, 1):
+            reasons = "".join(f"; {reason}" for reason in self.rejected_nodes.values())
+            raise ResumableError(
+                f"only {len(connected)} of {num_silos} silos connected within {self.policy.connect_timeout:.0f} s; "
+                f"{quorum} are required{reasons}"
+            )
+        return list(known_silos) or [self.silo_infos[name] for name in connected]
+
+    def find_nodes(self, silo_names: Sequence[str]) -> dict[str, int]:
+        """Return the nodes of those silos that are connected; wait only while they are fewer than the quorum."""
+        for node_id in self.rejected_nodes:  # the reason may be gone: its folder may be readable by now
+            self._query_node(node_id)
+        self.rejected_nodes.clear()
+        quorum = self.policy.compute_quorum(len(silo_names))
+        self._poll_until(lambda: sum(name in self.node_ids for name in silo_names) >= quorum)
+        return {name: self.node_ids[name] for name in silo_names if name in self.node_ids}
+
+    def forget_node(self, silo_name: str) -> None:
+        """Remove a silo's node, so that the node must register again before the next message."""
+        self.node_ids.pop(silo_name, None)
+
+    def _poll_until(self, is_done: Callable[[], bool]) -> None:
+        end = time.monotonic() + self.policy.connect_timeout
+        while True:
+            self._refresh_nodes()
+            if is_done() or time.monotonic() > end:
+                return
+            time.sleep(self.policy.poll_interval)
+
+    def _refresh_nodes(self) -> None:
+        """Query new nodes, remove disconnected ones, and register those whose replies arrived."""
+        connected = set(self.grid.get_node_ids())
+        self.node_ids = {name: node for name, node in self.node_ids.items() if node in connected}
+        self._pending_queries = {query: node for query, node in self._pending_queries.items() if node in connected}
+        self.rejected_nodes = {node: reason for node, reason in self.rejected_nodes.items() if node in connected}
+        for node_id in connected - {*self.node_ids.values(), *self._pending_queries.values(), *self.rejected_nodes}:
+            self._query_node(node_id)
+        for reply in self.grid.pull_messages(list(self._pending_queries)) if self._pending_queries else ():
+            self._register_reply(self._pending_queries.pop(reply.metadata.reply_to_message_id), reply)
+
+    def _query_node(self, node_id: int) -> None:
+        message = make_message({"experiment": self.experiment}, node_id, "query", ttl=self.policy.connect_timeout)
+        for message_id in self.grid.push_messages([message]):
+            if message_id:
+                self._pending_queries[message_id] = node_id
+
+    def _register_reply(self, node_id: int, reply: Message) -> None:
+        try:
+            info = _parse_silo_info(reply)
+            if info.name in self.node_ids:
+                raise InputError(f"silo name {info.name} is already used by another node")
+        except InputError as e:
+            self.rejected_nodes[node_id] = str(e)
+            self.on_silo_event("", str(e))
+            return
+        self.silo_infos.setdefault(info.name, info)  # a silo that reconnects keeps its first registration
+        self.node_ids[info.name] = node_id
+        self.on_silo_event(info.name, "connected")
+
+
+def _parse_silo_info(reply: Message) -> SiloInfo:
+    payload = read_reply_payload(reply)
+    if payload.get("rejected"):
+        raise InputError(f"silo {payload.get('silo') or '?'} cannot take part: {payload['rejected']}")
+    try:
+        image_shape, classes = tuple(map(int, payload["image_shape"])), tuple(map(str, payload["classes"]))
+        name, domain, num_examples = str(payload["silo"]), str(payload["domain"]), int(payload["num_examples"])
+    except (KeyError, TypeError, ValueError, OverflowError) as e:
+        raise InputError(f"a node sent incomplete silo information: {e}") from e
+    if not name:
+        raise InputError("a node sent incomplete silo information: no silo name")
+    if not 0 <= num_examples < MAX_EXAMPLES:
+        raise InputError(f"silo {name} reported an invalid number of examples: {num_examples}")
+    return SiloInfo(name, domain, num_examples, image_shape, classes)
