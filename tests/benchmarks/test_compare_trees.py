@@ -7,6 +7,7 @@ import typer
 
 from benchmarks.compare_trees import ADAPTERS, BENCHMARKS, NEW_TREE, WORKER, detect_version, run_turn, save_data
 from benchmarks.harness import Options
+from benchmarks.trees_table import render_table
 
 
 def test_a_tree_is_recognized_by_its_modules(tmp_path):
@@ -35,3 +36,7 @@ def test_a_turn_runs_in_this_tree(name, tmp_path):
 def test_a_failed_turn_reports_the_error(tmp_path):
     with pytest.raises(RuntimeError, match="a turn of frameworks"):
         run_turn(NEW_TREE, "frameworks", Options(tiny=True), BENCHMARKS["frameworks"].tiny, "serial", tmp_path / "no")
+
+
+def test_the_readme_shows_the_table_of_the_records():
+    assert render_table() in (NEW_TREE / "benchmarks" / "README.md").read_text()
