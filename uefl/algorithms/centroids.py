@@ -13,6 +13,8 @@ from uefl.core.federation import Batch, ClientModel, Tensors
 from uefl.core.kmeans import kmeans
 from uefl.core.noise import derive_key
 
+MAX_FEATURE = 1e12  # squares of larger features may overflow in K-means
+
 
 class Centroids(NamedTuple):
     """K-means centroids of one silo, per member of an ensemble."""
@@ -35,6 +37,27 @@ def compute_centroids(model: ClientModel, batch: Batch, *, batch_size: int) -> T
         "centroids": torch.stack([c.centroids[:v] for c in clusters]),
         "counts": torch.stack([c.counts[:v] for c in clusters]),
     }
+
+
+def find_centroid_error(answer: Tensors, blank_answer: Tensors, num_examples: int) -> str:
+    """Return why centroids cannot be those of a silo with this number of examples, or an empty string.
+
+    Every image has as many features as a blank image, so the sum of counts is bounded.
+    """
+    if set(answer) != set(blank_answer):
+        return "an answer with centroids has other tensors than centroids and counts"
+    for name, tensor in answer.items():
+        expected = blank_answer[name]
+        if tensor.dtype != expected.dtype or tensor.dim() != expected.dim() or len(tensor) != len(expected):
+            return f"{name} has type {tensor.dtype} and shape {tuple(tensor.shape)}, unlike those of a blank image"
+    counts, max_sum = answer["counts"], num_examples * float(blank_answer["counts"].sum(1).max())
+    if answer["centroids"].numel() and float(answer["centroids"].abs().max()) > MAX_FEATURE:
+        return f"a centroid has a value above {MAX_FEATURE:g}"
+    if not bool((counts >= 0).all()):
+        return "a centroid has a negative count"
+    if counts.numel() and float(counts.sum(1).max()) > max_sum:
+        return f"the counts of centroids sum to {float(counts.sum(1).max()):g}, but {max_sum:g} features are possible"
+    return ""
 
 
 def has_valid_centroids(answer: Tensors, like: Tensor, v: int) -> bool:

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from uefl.algorithms.centroids import Centroids, compute_centroids, has_valid_centroids, merge_centroids
+from uefl.algorithms.centroids import (
+    Centroids,
+    compute_centroids,
+    find_centroid_error,
+    has_valid_centroids,
+    merge_centroids,
+)
 from uefl.algorithms.codebook_hooks import CodebookHooks
 from uefl.algorithms.codeword_access import add_codewords, revoke_codewords, store_initial_size
 from uefl.algorithms.round_record import record_decision, record_kmeans_time, record_query_cost
@@ -224,4 +230,4 @@ class ExtensibleCodebook(CodebookHooks):
 
     def client_tasks(self, method: FedAvg) -> Mapping[str, ClientTask]:
         compute = partial(compute_centroids, batch_size=method.local.eval_batch_size)
-        return {"compute_centroids": ClientTask(compute, needs_full_split=True)}
+        return {"compute_centroids": ClientTask(compute, needs_full_split=True, find_error=find_centroid_error)}

@@ -20,7 +20,7 @@ from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.requirements import require_training_data
 from uefl.algorithms.round_record import complete_record, record_query_cost, start_record
 from uefl.core import noise_addresses as addresses
-from uefl.core.aggregate import WeightedMean, find_reply_error
+from uefl.core.aggregate import WeightedMean, find_non_finite, find_reply_error
 from uefl.core.errors import InputError
 from uefl.core.federation import (
     Batch,
@@ -139,9 +139,14 @@ class FedAvg:
                 mean.add(self.select_averaged_tensors(reply.tensors), self.aggregation_weight(reply), access_row)
             replies.append(reply._replace(tensors={}, rejected=error))
         server = self.complete_open_record(server, {r.silo_name: r.evaluations for r in replies})
-        server = server.replace(model_state=mean.result(), round=broadcast.round)
-        server = self.update_method_state(server, [r for r in replies if not r.rejected])
-        return server.replace(open_record=start_record(server, replies, time.perf_counter() - started))
+        model_state = mean.result()
+        warning = find_non_finite(model_state)  # finite replies may overflow in the average
+        server = server.replace(model_state=server.model_state if warning else model_state, round=broadcast.round)
+        server = self.update_finite_method_state(server, [r for r in replies if not r.rejected])
+        record = start_record(server, replies, time.perf_counter() - started)
+        if warning:
+            record["warning"] = f"the average of {warning} is not finite; the model keeps its previous values"
+        return server.replace(open_record=record)
 
     def select_participants(self, clients: Clients, server: ServerState) -> tuple[str, ...]:
         """Return the silos of the next round: all that have training data, or as many as set, drawn by the seed."""
@@ -184,6 +189,16 @@ class FedAvg:
         """Use the extras of valid replies."""
         del replies
         return server
+
+    def update_finite_method_state(self, server: ServerState, replies: Sequence[Reply]) -> ServerState:
+        """Use the extras of valid replies, but leave out those that make the method's state infinite."""
+        updated = self.update_method_state(server, replies)
+        if not find_non_finite(updated.method_state):
+            return updated
+        alone = [(reply, self.update_method_state(server, [reply])) for reply in replies]
+        finite = [reply for reply, state in alone if not find_non_finite(state.method_state)]
+        updated = self.update_method_state(server, finite)
+        return server if find_non_finite(updated.method_state) else updated
 
     def evaluate_clients(self, clients: Clients, server: ServerState) -> tuple[ServerState, dict[str, Evaluations]]:
         """Evaluate the present model at all silos; the record counts the cost."""

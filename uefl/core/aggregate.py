@@ -66,12 +66,20 @@ def find_reply_error(reply: Reply, model_state: Tensors, access_row: Tensor) -> 
     for name, tensor in reply.tensors.items():
         if tensor.shape != expected[name].shape:
             return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
-    floats = {n: t for n, t in {**reply.extras, **reply.tensors}.items() if t.is_floating_point() and t.numel()}
-    if floats:  # maximum norms, so that one transfer from the device is enough
-        largest = torch.stack([t.double() for t in torch._foreach_norm(list(floats.values()), math.inf)])
-        for name, finite in zip(floats, torch.isfinite(largest).tolist()):
+    name = find_non_finite({**reply.extras, **reply.tensors})
+    return f"{name} is not finite" if name else ""
+
+
+def find_non_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of a tensor with a value that is not finite, or an empty string."""
+    floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel()}
+    for device in {t.device for t in floats.values()}:  # a method's state may be on another device than the model
+        local = {n: t for n, t in floats.items() if t.device == device}
+        # Maximum norms, so that one transfer from the device is enough.
+        largest = torch.stack([t.double() for t in torch._foreach_norm(list(local.values()), math.inf)])
+        for name, finite in zip(local, torch.isfinite(largest).tolist()):
             if not finite:
-                return f"{name} is not finite"
+                return name
     return ""
 
 

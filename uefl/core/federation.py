@@ -135,6 +135,8 @@ class ClientTask(NamedTuple):
 
     compute: Callable[[ClientModel, Batch], Tensors]
     needs_full_split: bool = False  # K-means must receive all examples of a split at once
+    # What is wrong with an answer of another machine, beside the answer for one blank image, and the silo's examples.
+    find_error: Callable[[Tensors, Tensors, int], str] = lambda _answer, _blank_answer, _num_examples: ""
 
 
 class Update(NamedTuple):

@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from uefl.core.aggregate import find_non_finite
+from uefl.core.errors import ResumableError
 from uefl.core.federation import ServerState, Tensors
 from uefl.engines.serial import to_channels_last
 from uefl.experiment.files import make_temporary_path, replace_file
@@ -53,7 +55,13 @@ class NamedTensors:
 
 
 def save_checkpoint(path: Path, server: ServerState, client_states: dict[str, Tensors]) -> None:
-    """Save the server and the client states in one step."""
+    """Save the server and the client states in one step; a state that is not finite never replaces a checkpoint."""
+    for owner, state in (("model", server.model_state), ("method state", server.method_state)):
+        if name := find_non_finite(state):
+            raise ResumableError(
+                f"round {server.round}: {name} of the server's {owner} is not finite; the previous checkpoint is kept; "
+                "run the same command again to resume from it"
+            )
     tensors = NamedTensors(server.model_state, server.method_state, client_states).to_flat()
     metadata = {name: getattr(server, name) for name in SCALAR_FIELDS} | {
         "silo_names": list(server.silo_names),

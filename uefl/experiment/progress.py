@@ -23,7 +23,7 @@ class ProgressDisplay:
             TextColumn("{task.fields[run]}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
+            TextColumn("{task.fields[status]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("{task.fields[time_left]}"),
             console=console,
@@ -75,7 +75,7 @@ class ProgressDisplay:
 
     def _on_silo(self, run: str, event: Event) -> None:
         if not event["silo"]:  # a node that is no silo of this run
-            self.console.print(f"{run}: {event['activity']}", soft_wrap=True)
+            self.console.print(f"{run}: {event['activity']}", soft_wrap=True, markup=False)
             return
         self.run_states[run]["silo"] = f"{event['silo']} {event['activity']}"
         self._refresh(run)
@@ -96,7 +96,8 @@ class ProgressDisplay:
             self.console.print(f"{run}: {decision}", soft_wrap=True)
         for name, silo in silos.items():
             if "rejected" in silo:
-                self.console.print(f"{run}: round {round_number}, reply of {name} rejected: {silo['rejected']}")
+                line = f"{run}: round {round_number}, reply of {name} rejected: {silo['rejected']}"
+                self.console.print(line, soft_wrap=True, markup=False)
         if not self.console.is_terminal:
             self.console.print(
                 f"{run}: iteration {record['iteration'] + 1}, round {round_number}/{state['total_rounds']}  "

@@ -152,6 +152,8 @@ def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_e
     for server in iterate_rounds(method, clients, resumed):
         for record in server.completed_records:
             on_event({"kind": "round", "record": record})
+            if "warning" in record:
+                on_event({"kind": "warning", "message": f"round {record['round']}: {record['warning']}"})
         records.append_records(folder.records_path, server.completed_records)
         save_checkpoint(folder.checkpoint_path, server, clients.client_states)
     assert server is not None, "a method has at least one round"
