@@ -1,6 +1,7 @@
 """Silos that reply late, disconnect, reconnect, or lose their client state."""
 
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -42,6 +43,25 @@ def test_a_straggler_is_missing_for_one_round_only(tmp_path):
     _, records = run_rounds(make_flower_engine(grid, experiment), experiment)
     reasons = [record["silos"]["D2-1"].get("rejected", "") for record in records]
     assert reasons == ["", "missing: no reply within 0.2 s", ""]
+
+
+def test_after_the_quorum_a_round_waits_only_for_the_grace(tmp_path):
+    experiment, grid = make_experiment("fedavg", rounds=2, iterations=1), make_grid(tmp_path)
+    grid.tamper = delay_replies("D2-1", {1, 2})
+    policy, started = replace(QUICK_POLICY, reply_timeout=300, grace=0.3), time.monotonic()
+    _, records = run_rounds(make_flower_engine(grid, experiment, policy=policy), experiment)
+    assert time.monotonic() - started < 100, "the round waited for the timeout"
+    for record in records:
+        assert record["silos"]["D2-1"]["rejected"] == "missing: no reply within 0.3 s after the quorum was met"
+        assert "rejected" not in record["silos"]["D3-1"]
+
+
+def test_without_a_quorum_a_round_waits_for_the_timeout(tmp_path):
+    experiment, grid = make_experiment("fedavg", rounds=1, iterations=1), make_grid(tmp_path)
+    grid.tamper = delay_replies("D2-1", {1})
+    policy = replace(QUICK_POLICY, reply_timeout=0.5, grace=0.0, quorum=3, retries=0)
+    with pytest.raises(ResumableError, match=r"D2-1: missing: no reply within 0\.5 s\)"):
+        run_rounds(make_flower_engine(grid, experiment, policy=policy), experiment)
 
 
 def test_the_client_state_of_a_late_silo_does_not_count(tmp_path):
@@ -186,7 +206,7 @@ def test_a_second_node_with_the_same_silo_name_is_rejected(tmp_path):
     assert any("silo name D1-1 is already used by another node" in event for event in events)
 
 
-@pytest.mark.parametrize("field", ["connect_timeout", "reply_timeout", "quorum", "retries", "poll_interval"])
+@pytest.mark.parametrize("field", ["connect_timeout", "reply_timeout", "grace", "quorum", "retries"])
 def test_a_negative_value_in_the_round_policy_is_an_error(field):
     with pytest.raises(InputError, match=f"{field}=-1 must be at least 0"):
         RoundPolicy(**{field: -1})

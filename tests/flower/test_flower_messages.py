@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
 import torch
 from small_federation import SILOS, make_experiment, make_flower_engine, make_grid, make_serial_engine, run_rounds
 
+from uefl import __version__
 from uefl.core.federation import is_codeword_tensor
-from uefl.flower.wire import read_payload, read_tensors
+from uefl.flower import wire
+from uefl.flower.wire import VERSIONS, WIRE_VERSION, read_payload, read_tensors
 
 
 def test_a_silo_receives_only_its_own_rows_of_codewords(tmp_path):
@@ -82,3 +85,48 @@ def test_bytes_are_counted_as_in_the_serial_engine(tmp_path):
         [(r["bytes_up"], r["bytes_down"]) for r in records] for records in (serial_records, flower_records)
     )
     assert serial_bytes == flower_bytes
+
+
+def forge_versions(reply, **versions):
+    """Return a reply that names other versions."""
+    payload = {**read_payload(reply), VERSIONS: {"uefl": __version__, "wire": WIRE_VERSION, **versions}}
+    reply.content[wire.PAYLOAD_RECORD]["json"] = json.dumps(payload)
+    return reply
+
+
+def test_every_message_and_reply_names_both_versions(tmp_path):
+    experiment, grid, replies = make_experiment("uefl"), make_grid(tmp_path), []
+    grid.tamper = lambda _message, reply: replies.append(reply) or reply
+    run_rounds(make_flower_engine(grid, experiment), experiment)
+    for message in (*grid.sent_messages, *replies):
+        assert read_payload(message)[VERSIONS] == {"uefl": __version__, "wire": WIRE_VERSION}
+
+
+@pytest.mark.parametrize("versions", [{"uefl": "0.1.7"}, {"wire": 99}, {"uefl": "\x1b[31m"}])
+def test_a_silo_of_another_version_is_rejected_by_name_at_the_coordinator(versions, tmp_path):
+    grid, events = make_grid(tmp_path), []
+
+    def tamper(message, reply):
+        return forge_versions(reply, **versions) if message.metadata.dst_node_id == 89 else reply
+
+    grid.tamper = tamper
+    experiment = make_experiment("fedavg")
+    engine = make_flower_engine(grid, experiment, on_silo_event=lambda _silo, activity: events.append(activity))
+    assert list(engine.num_examples) == ["D1-1", "D3-1"]
+    (line,) = [event for event in events if event.startswith("silo D2-1 runs uefl ")]
+    assert f"but the coordinator runs uefl {__version__} (wire {WIRE_VERSION}); install the same version" in line
+    assert "\x1b" not in line
+
+
+def test_a_coordinator_of_another_version_is_rejected_by_name_at_the_silo(tmp_path):
+    grid = make_grid(tmp_path)
+    message = wire.make_message({"experiment": {}, VERSIONS: {"uefl": "0.3.0", "wire": 2}}, 90, "query", ttl=60)
+    (reply,) = grid.send_and_receive([message])
+    expected = f"the coordinator runs uefl 0.3.0 (wire 2), but this silo runs uefl {__version__} (wire {WIRE_VERSION});"
+    assert read_payload(reply)["rejected"].startswith(expected)
+
+
+def test_a_message_without_versions_is_rejected(tmp_path):
+    message = wire.make_message({"experiment": {}, VERSIONS: None}, 90, "query", ttl=60)
+    (reply,) = make_grid(tmp_path).send_and_receive([message])
+    assert "runs uefl unknown (wire unknown)" in read_payload(reply)["rejected"]

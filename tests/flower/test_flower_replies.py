@@ -44,7 +44,7 @@ POISONED_REPLIES = {
     "wrong shape": (lambda s: change_first_tensor(s, lambda a: a[:1]), None, "shape"),
     "missing key": (lambda s: dict(list(s.items())[1:]), None, "missing"),
     "extra key": (lambda s: {**s, "strange": np.zeros(1)}, None, "not expected"),
-    "wrong type": (lambda s: change_first_tensor(s, lambda a: a.astype(np.complex64)), None, "expected torch.float64"),
+    "wrong type": (lambda s: change_first_tensor(s, lambda a: a.astype(np.complex64)), None, "no message may contain"),
     "no examples": (lambda s: s, {"num_examples": 0}, "not a positive number"),
     "negative count": (lambda s: s, {"num_examples": -5}, "not a positive number"),
     "huge count": (lambda s: s, {"num_examples": 10**400}, "but the silo registered"),

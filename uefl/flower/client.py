@@ -22,7 +22,15 @@ from uefl.engines.serial import SerialEngine
 from uefl.experiment.experiment import DTYPES, Experiment
 from uefl.flower.client_state import ClientStateStore
 from uefl.flower.node_data import NodeData, NodeDataLoader, align_labels, load_node_data
-from uefl.flower.wire import cast_from_half, cast_to_half, flatten_answers, pack_content, read_payload, read_tensors
+from uefl.flower.wire import (
+    cast_from_half,
+    cast_to_half,
+    check_versions,
+    flatten_answers,
+    pack_content,
+    read_payload,
+    read_tensors,
+)
 
 log = logging.getLogger("uefl")
 
@@ -31,14 +39,11 @@ class Request(NamedTuple):
     """One message at one silo, with the data, state folder and device that the node itself configures."""
 
     message: Message
+    payload: dict[str, Any]
     experiment: Experiment
     node_data: NodeData
     state_folder: Path
     device: str
-
-    @property
-    def payload(self) -> dict[str, Any]:
-        return read_payload(self.message)
 
 
 def make_client_app(load_data: NodeDataLoader = load_node_data, state_folder: Path | None = None) -> ClientApp:
@@ -50,12 +55,14 @@ def make_client_app(load_data: NodeDataLoader = load_node_data, state_folder: Pa
             node_config = context.node_config
             silo_name = str(node_config.get("silo", ""))
             try:
-                experiment = Experiment.from_config(read_payload(message).get("experiment", {}))
+                payload = read_payload(message)
+                check_versions(payload, "the coordinator", "this silo")
+                experiment = Experiment.from_config(payload.get("experiment", {}))
                 node_data = load_data(experiment, node_config)
                 silo_name = node_data.silo.name
                 folder = Path(str(node_config.get("state_path", state_folder or get_cache_folder() / "state")))
                 device = str(node_config.get("device", "cpu"))
-                content = handle(Request(message, experiment, node_data, folder, device))
+                content = handle(Request(message, payload, experiment, node_data, folder, device))
             except Exception as e:  # the server receives one line; the silo's log has the traceback
                 log.exception("silo %s rejected a message", silo_name or "?")
                 content = pack_content({"silo": silo_name, "rejected": _format_error(e)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from torch import nn
 from uefl.core.errors import InputError, ResumableError
 from uefl.core.federation import Broadcast, Method, Reply, Split, Tensors, gather_accessible_rows, size_in_bytes
 from uefl.experiment.settings import to_dict
-from uefl.flower.reply_reader import IdentityMismatch, ReplyReader
+from uefl.flower.pull_replies import pull_replies
+from uefl.flower.reply_reader import IdentityMismatch, ReplyReader, ReplyRequest
 from uefl.flower.silo_registry import SiloInfo, SiloRegistry
 from uefl.flower.wire import cast_to_half, make_message
 
@@ -91,24 +93,30 @@ class FlowerEngine:
         quorum = policy.compute_quorum(len(self._silo_infos))
         quorum = quorum if num_participants >= quorum else 0  # a query to a few silos may remain unanswered
         results: dict[str, tuple[Reply, bool]] = {}
+
+        def count_valid() -> int:
+            return sum(not reply.rejected for reply, _ in results.values())
+
+        def has_quorum() -> bool:  # of a query to a few silos, more than half of them
+            return count_valid() >= (quorum or policy.compute_quorum(num_participants))
+
         for _ in range(1 + policy.retries):
             open_names = [n for n in sorted(broadcast.participants) if n not in results or results[n][0].rejected]
-            for name, message in self._send_and_collect(broadcast, payload, open_names):
+            for name, message in self._send_and_collect(broadcast, payload, open_names, has_quorum):
                 results[name] = self._read_reply(message, method, narrow_broadcast(broadcast, name), payload)
-            num_valid = sum(not reply.rejected for reply, _ in results.values())
-            if num_valid >= quorum:
+            if count_valid() >= quorum:
                 return [results[name] for name in sorted(results)]
         reasons = "; ".join(f"{n}: {reply.rejected}" for n, (reply, _) in sorted(results.items()) if reply.rejected)
         raise ResumableError(
-            f"round {broadcast.round}: {num_valid} of {num_participants} silos sent a valid reply in "
+            f"round {broadcast.round}: {count_valid()} of {num_participants} silos sent a valid reply in "
             f"{1 + policy.retries} attempts; {quorum} are required ({reasons}); run the same command again to resume"
         )
 
     def _send_and_collect(
-        self, broadcast: Broadcast, payload: Payload, silo_names: Sequence[str]
+        self, broadcast: Broadcast, payload: Payload, silo_names: Sequence[str], has_quorum: Callable[[], bool]
     ) -> Iterator[tuple[str, Message | str]]:
         """Send the messages, and yield for each silo its reply, or the reason why none arrived in time."""
-        grid, policy = self.registry.grid, self.registry.policy
+        grid = self.registry.grid
         node_ids, waiting = self.registry.find_nodes(silo_names), dict[str, str]()
         for name in silo_names:
             if name in node_ids:
@@ -121,15 +129,28 @@ class FlowerEngine:
                 self.on_progress(name, payload.get("task", "training"))
             else:
                 yield name, "missing: the node is not connected"
-        end = time.monotonic() + policy.reply_timeout
-        while waiting and time.monotonic() < end:
-            for reply in grid.pull_messages(list(waiting)):
-                name = waiting.pop(reply.metadata.reply_to_message_id)
+        yield from self._collect_replies(waiting, has_quorum)
+
+    def _collect_replies(
+        self, waiting: dict[str, str], has_quorum: Callable[[], bool]
+    ) -> Iterator[tuple[str, Message | str]]:
+        """Yield replies to messages (silo names by message id) until the timeout, or the grace after the quorum."""
+        policy, started, quorum_time = self.registry.policy, time.monotonic(), math.inf
+        while waiting:
+            for message_id, reply in pull_replies(self.registry.grid, list(waiting)):
+                name = waiting.pop(message_id)
                 self.on_progress(name, "replied")
                 yield name, reply
+            now = time.monotonic()
+            quorum_time = min(quorum_time, now) if has_quorum() else math.inf
+            if now >= min(started + policy.reply_timeout, quorum_time + policy.grace):
+                break
             time.sleep(policy.poll_interval if waiting else 0)
+        limit = f"{policy.reply_timeout:g} s"
+        if quorum_time + policy.grace < started + policy.reply_timeout:
+            limit = f"{policy.grace:g} s after the quorum was met"
         for name in waiting.values():
-            yield name, f"missing: no reply within {policy.reply_timeout:g} s"
+            yield name, f"missing: no reply within {limit}"
 
     def _make_message(self, broadcast: Broadcast, payload: Payload, node_id: int) -> Message:
         (name,) = broadcast.silo_names
@@ -157,13 +178,20 @@ class FlowerEngine:
         received_bytes = sum(size_in_bytes(self._compress(t)) for t in (broadcast.model_state, broadcast.extras))
         try:
             reply, has_client_state = self._reader.read_reply(
-                message, method, broadcast, task=payload.get("task", ""), num_examples=self.num_examples[name]
+                message, method, broadcast, self._make_request(name, method, payload)
             )
         except InputError as e:
             if isinstance(e, IdentityMismatch):
                 self.registry.forget_node(name)
             return Reply(name, self.num_examples[name], received_bytes=received_bytes, rejected=str(e)), False
         return reply._replace(received_bytes=received_bytes), has_client_state
+
+    def _make_request(self, name: str, method: Method, payload: Payload) -> ReplyRequest:
+        num_examples = self.num_examples[name]
+        if "task" in payload:
+            return ReplyRequest(num_examples, num_examples, payload["task"], payload["splits"])
+        splits, local_splits = (method.eval_splits, method.local_eval_splits) if payload["evaluate"] else ((), ())
+        return ReplyRequest(num_examples, num_examples, "", splits, local_splits)
 
 
 def narrow_broadcast(broadcast: Broadcast, silo_name: str) -> Broadcast:

@@ -63,6 +63,7 @@ def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_
     policy = RoundPolicy(
         connect_timeout=float(run_config["connect_timeout"]),
         reply_timeout=float(run_config["reply_timeout"]),
+        grace=float(run_config["grace"]),
         quorum=int(run_config["quorum"]),
         retries=int(run_config["retries"]),
         poll_interval=POLL_INTERVAL_SECONDS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,12 @@ from flwr.serverapp import Grid
 
 from uefl.core.errors import InputError, ResumableError
 from uefl.core.field_rules import check_ranges, setting
-from uefl.flower.wire import make_message, read_reply_payload
+from uefl.core.untrusted_text import is_plain_text
+from uefl.flower.pull_replies import pull_replies
+from uefl.flower.wire import make_message, read_reply_payload, reject_unreadable
 
+MAX_NAME_LENGTH = 200  # characters of a silo, domain or class
+MAX_PIXELS = 2**28  # numbers of one image
 MAX_EXAMPLES = 2**40  # a silo that reports more is rejected
 SiloListener = Callable[[str, str], None]  # receives a silo's name ("" for a rejected node) and what happens
 
@@ -26,6 +31,7 @@ class RoundPolicy:
     reply_timeout: float = setting(
         3600.0, "Seconds until a reply must arrive, and the lifetime of a message.", at_least=0
     )
+    grace: float = setting(60.0, "Seconds that a round waits for further replies after the quorum is met.", at_least=0)
     quorum: int = setting(
         0, "Minimum number of valid replies per round; 0 means more than half of the silos.", at_least=0
     )
@@ -113,8 +119,8 @@ class SiloRegistry:
         self.rejected_nodes = {node: reason for node, reason in self.rejected_nodes.items() if node in connected}
         for node_id in connected - {*self.node_ids.values(), *self._pending_queries.values(), *self.rejected_nodes}:
             self._query_node(node_id)
-        for reply in self.grid.pull_messages(list(self._pending_queries)) if self._pending_queries else ():
-            self._register_reply(self._pending_queries.pop(reply.metadata.reply_to_message_id), reply)
+        for message_id, reply in pull_replies(self.grid, list(self._pending_queries)):
+            self._register_reply(self._pending_queries.pop(message_id), reply)
 
     def _query_node(self, node_id: int) -> None:
         message = make_message({"experiment": self.experiment}, node_id, "query", ttl=self.policy.connect_timeout)
@@ -122,11 +128,12 @@ class SiloRegistry:
             if message_id:
                 self._pending_queries[message_id] = node_id
 
-    def _register_reply(self, node_id: int, reply: Message) -> None:
+    def _register_reply(self, node_id: int, reply: Message | str) -> None:
         try:
-            info = _parse_silo_info(reply)
-            if info.name in self.node_ids:
-                raise InputError(f"silo name {info.name} is already used by another node")
+            with reject_unreadable():
+                info = parse_silo_info(reply)
+                if info.name in self.node_ids:
+                    raise InputError(f"silo name {info.name} is already used by another node")
         except InputError as e:
             self.rejected_nodes[node_id] = str(e)
             self.on_silo_event("", str(e))
@@ -136,7 +143,10 @@ class SiloRegistry:
         self.on_silo_event(info.name, "connected")
 
 
-def _parse_silo_info(reply: Message) -> SiloInfo:
+def parse_silo_info(reply: Message | str) -> SiloInfo:
+    """Return what a silo reports of itself; every value is bounded, because networks and records are built from it."""
+    if isinstance(reply, str):
+        raise InputError(f"a node sent no silo information: {reply}")
     payload = read_reply_payload(reply)
     if payload.get("rejected"):
         raise InputError(f"silo {payload.get('silo') or '?'} cannot take part: {payload['rejected']}")
@@ -147,6 +157,13 @@ def _parse_silo_info(reply: Message) -> SiloInfo:
         raise InputError(f"a node sent incomplete silo information: {e}") from e
     if not name:
         raise InputError("a node sent incomplete silo information: no silo name")
+    for text in (name, domain, *classes):
+        if not is_plain_text(text, MAX_NAME_LENGTH):
+            raise InputError(f"silo {name} sent a name that is too long or has unusual characters: {text[:200]}")
+    if not classes or len(set(classes)) < len(classes):
+        raise InputError(f"silo {name} has no classes, or two of the same name")
+    if not 1 <= len(image_shape) <= 4 or min(image_shape) < 1 or math.prod(image_shape) > MAX_PIXELS:
+        raise InputError(f"silo {name} reported an invalid shape of images: {image_shape}")
     if not 0 <= num_examples < MAX_EXAMPLES:
         raise InputError(f"silo {name} reported an invalid number of examples: {num_examples}")
     return SiloInfo(name, domain, num_examples, image_shape, classes)
