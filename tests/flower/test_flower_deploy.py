@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from uefl.cli.main import app
 from uefl.core.errors import InputError
+from uefl.flower.coordinator import CoordinatorOptions, make_superlink_command
 from uefl.flower.demo import start_processes, write_digits, write_run_settings
 from uefl.flower.deployment import check_run_config, write_deployment
 from uefl.flower.local_processes import find_free_port, open_local_federation
@@ -40,12 +41,13 @@ def test_every_silo_gets_its_own_folder_and_no_other_key(folder):
             "ca.crt",
             "data",
             "key",
+            "node.crt",
+            "node.sh",
             "state",
-            "supernode.sh",
-            "uefl-supernode.service",
+            "uefl-node.service",
         ]
         other = "south" if silo == "north" else "north"
-        assert other not in (silo_folder / "supernode.sh").read_text()
+        assert other not in (silo_folder / "node.sh").read_text()
     assert not list((folder / "coordinator").rglob("key"))
     assert not (folder / "coordinator" / "ca.key").exists()
 
@@ -73,7 +75,8 @@ def test_scripts_are_valid_shell_and_disable_telemetry(folder):
             assert os.access(script, os.X_OK)
             for line in ("FLWR_TELEMETRY_ENABLED=0", "FLWR_DISABLE_UPDATE_CHECK=1"):
                 assert line in script.read_text()
-    assert "--disable-runtime-dependency-installation" in (folder / "coordinator/superlink.sh").read_text()
+    options = CoordinatorOptions(folder / "coordinator", "0.0.0.0", 8443, 8444)
+    assert "--disable-runtime-dependency-installation" in make_superlink_command(options)
 
 
 def test_systemd_units_start_the_scripts_in_their_folder(folder, tmp_path):
@@ -152,6 +155,8 @@ def edit_config(folder: Path, line: str) -> Path:
         (["../a"], {}),
         (["a b"], {}),
         (["a"], {"port": 0}),
+        (["a"], {"port": 65535}),
+        (["a"], {"port": 8443, "superlink_port": 8443}),
         (["a"], {"address": "$(reboot)"}),
         (["coordinator"], {}),
         (["a"], {"federation_name": 'x"y'}),
@@ -170,7 +175,7 @@ def test_existing_files_are_never_overwritten(folder):
 def test_the_command_prints_the_next_steps(tmp_path):
     result = CliRunner().invoke(app, ["deploy", "init", str(tmp_path / "f"), "a", "b", "--address", "127.0.0.1"])
     assert result.exit_code == 0
-    assert "superlink.sh" in result.output
+    assert "serve.sh" in result.output
     assert "ca.key" in result.output
 
 

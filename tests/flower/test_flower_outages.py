@@ -70,7 +70,7 @@ def test_a_killed_superlink_resumes_to_the_same_result(tmp_path):
         processes.kill_process("superlink")
         processes.kill_process("run")
         thread.join()
-        processes.start_superlink()
+        processes.start_coordinator()
         output = "\n".join(processes.stream_run_output())
     assert "resumed after round" in output
     assert [record["round"] for record in read_records(folder)] == [1, 2, 3]
@@ -97,7 +97,7 @@ def test_a_killed_supernode_is_missing_and_rejoins(tmp_path):
         processes.kill_process("west")
         while thread.is_alive():  # as systemd: the SuperLink readmits a killed node only after a minute
             if "west" not in processes.processes or processes.processes["west"].poll() is not None:
-                processes.start_supernode("west")
+                processes.start_node("west")
             time.sleep(5)
         thread.join()
     reasons = [record["silos"]["west"].get("rejected", "") for record in read_records(folder)]
@@ -125,7 +125,7 @@ def test_nodes_without_a_registered_key_or_trusted_connection_are_rejected(tmp_p
         "plain text": ({trust: "--insecure", key: ""}, "handshake failed: [SSL: HTTP_REQUEST]"),
     }
     with open_local_federation(folder, port) as processes:
-        processes.start_superlink()
+        processes.start_coordinator()
         processes.register_keys()
         for name, (changes, log_line) in cases.items():
             script, text = silo_folder / f"{name.replace(' ', '-')}.sh", template

@@ -32,6 +32,9 @@ def init(
     silos: Annotated[list[str], typer.Argument(help="Names of the silos, such as north south west.")],
     address: Annotated[str, typer.Option(help="Host name or address at which silos reach the coordinator.")],
     port: Annotated[int, typer.Option(help="Port of the coordinator, the only one to open.")] = 8443,
+    superlink_port: Annotated[
+        int | None, typer.Option(help="Port of the SuperLink at 127.0.0.1; the next one after --port if absent.")
+    ] = None,
     federation_name: Annotated[
         str, typer.Option(help="Name of the federation; a different name starts a different run.")
     ] = "federation",
@@ -48,14 +51,67 @@ def init(
 
     with _require_flower():
         from uefl.flower.deployment import write_deployment
-    write_deployment(folder, silos, address=address, port=port, federation_name=federation_name)
+    write_deployment(
+        folder, silos, address=address, port=port, superlink_port=superlink_port, federation_name=federation_name
+    )
     console = Console()
     console.print(f"written: {folder}", soft_wrap=True)
-    console.print(f"coordinator: {folder / 'coordinator'}: superlink.sh, register.sh, then run.sh", soft_wrap=True)
+    console.print(f"coordinator: {folder / 'coordinator'}: serve.sh, register.sh, then run.sh", soft_wrap=True)
     for silo_name in silos:
         path = folder / "silos" / silo_name
-        console.print(f"{silo_name}: {path}: put images into data/, then start supernode.sh", soft_wrap=True)
+        console.print(f"{silo_name}: {path}: put images into data/, then start node.sh", soft_wrap=True)
     console.print("Give each silo only its own folder, and keep authority/ca.key off the network.")
+
+
+@group.command()
+def serve(
+    folder: Annotated[Path, typer.Argument(help="Folder of the coordinator.")],
+    host: Annotated[str, typer.Option(help="Address at which the guard listens.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port at which the guard listens.")] = 8443,
+    superlink_port: Annotated[int, typer.Option(help="Port of the SuperLink at 127.0.0.1.")] = 8444,
+) -> None:
+    """Run the coordinator: the SuperLink at 127.0.0.1, and the guard, which admits registered silos only.
+
+    Example: `uefl deploy serve hospitals/coordinator`. The script serve.sh calls it.
+    """
+    with _require_flower():
+        from uefl.flower.coordinator import CoordinatorOptions, run_coordinator
+    _log_with_time_stamps()
+    run_coordinator(CoordinatorOptions(folder.resolve(), host, port, superlink_port))
+
+
+@group.command()
+def node(
+    folder: Annotated[Path, typer.Argument(help="Folder of the silo: key, node.crt and ca.crt.")],
+    coordinator: Annotated[str, typer.Option(help="Address of the coordinator, as host:port.")],
+    silo: Annotated[str, typer.Option(help="Name of the silo.")],
+    data: Annotated[Path | None, typer.Option(help="Folder of images; data/ in the folder if absent.")] = None,
+    device: Annotated[str, typer.Option(help="Device of computations, such as cpu or cuda.")] = "cpu",
+    domain: Annotated[str, typer.Option(help="Domain of the silo's images; the silo's name if absent.")] = "",
+) -> None:
+    """Connect a silo to its coordinator, and answer messages by the installed client app.
+
+    Example: `uefl deploy node silos/north --coordinator fl.example.org:8443 --silo north`. The script node.sh calls it.
+    """
+    with _require_flower():
+        from uefl.flower.node import NodeOptions, run_node
+    _log_with_time_stamps()
+    folder = folder.resolve()
+    config = {
+        "silo": silo,
+        "data_path": str(data or folder / "data"),
+        "state_path": str(folder / "state"),
+        "device": device,
+        "domain": domain,
+    }
+    run_node(NodeOptions(folder, coordinator, config))
+
+
+def _log_with_time_stamps() -> None:
+    import logging
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z", level="INFO")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes a line per request
 
 
 @group.command()

@@ -42,14 +42,14 @@ def run_demo(folder: Path, console: Console) -> Path:
 
 
 def start_processes(processes: LocalFederation, silos: Sequence[str], console: Console) -> None:
-    """Start the SuperLink, register the keys, and start the SuperNodes, in this order."""
-    processes.start_superlink()
-    console.print(f"SuperLink listens at 127.0.0.1:{processes.port} over TLS and accepts registered keys only")
+    """Start the coordinator, register the keys, and start the nodes, in this order."""
+    processes.start_coordinator()
+    console.print(f"The guard listens at 127.0.0.1:{processes.ports[0]} over TLS and accepts registered silos only")
     processes.register_keys()
     for silo in silos:
-        processes.start_supernode(silo)
+        processes.start_node(silo)
         data_folder = processes.folder / "silos" / silo / "data"
-        console.print(f"SuperNode of {silo} started with the data in {data_folder}", soft_wrap=True)
+        console.print(f"Node of {silo} started with the data in {data_folder}", soft_wrap=True)
 
 
 def write_run_settings(folder: Path, settings: str, **fields: object) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uefl
 from uefl.core.errors import InputError, unknown_value_error
+from uefl.experiment.files import make_private_folder
 from uefl.flower import certificates
 from uefl.flower import deployment_templates as templates
 
@@ -17,22 +18,45 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
 
 
 def write_deployment(
-    folder: Path, silos: Sequence[str], *, address: str, port: int = 8443, federation_name: str = "federation"
+    folder: Path,
+    silos: Sequence[str],
+    *,
+    address: str,
+    port: int = 8443,
+    superlink_port: int | None = None,
+    federation_name: str = "federation",
 ) -> Path:
     """Write certificates, keys, configuration, start scripts and systemd units; overwrite nothing."""
-    _check_arguments(folder, silos, address, port, federation_name)
-    coordinator, ca_file = folder / "coordinator", folder / "authority" / "ca.crt"
-    ca, ca_key = certificates.create_authority(ca_file.parent)
-    certificates.create_server_certificate(coordinator, list(dict.fromkeys([address, *LOOPBACK_HOSTS])), ca, ca_key)
-    _write_coordinator_folder(coordinator, address, port)
+    superlink_port = port + 1 if superlink_port is None else superlink_port
+    _check_arguments(folder, silos, address, (port, superlink_port), federation_name)
+    coordinator, authority = make_private_folder(folder) / "coordinator", folder / "authority"
+    for private_folder in (coordinator, authority, folder / "silos"):
+        make_private_folder(private_folder)
+    ca, ca_key = certificates.create_authority(authority)
+    certificates.create_server_certificate(coordinator, list_hosts(address), ca, ca_key)
+    shutil.copy(authority / "ca.crt", coordinator / "ca.crt")
+    _write_coordinator_folder(coordinator, address, port, superlink_port)
     run_config = templates.RUN_CONFIG.format(num_silos=len(silos), federation_name=federation_name)
     (coordinator / "federation.toml").write_text(run_config)
     for silo in silos:
-        _write_silo_folder(folder / "silos" / silo, silo, {"address": address, "port": port})
-        certificates.create_node_key(folder / "silos" / silo / "key", coordinator / "keys" / f"{silo}.pub")
-    for owner in (coordinator, *(folder / "silos" / silo for silo in silos)):
-        shutil.copy(ca_file, owner / "ca.crt")
+        write_silo(folder, silo, address, port)
     return folder
+
+
+def list_hosts(address: str) -> list[str]:
+    """Return the names for which the certificate of a coordinator is valid."""
+    return list(dict.fromkeys([address, *LOOPBACK_HOSTS]))
+
+
+def write_silo(folder: Path, silo: str, address: str, port: int) -> Path:
+    """Write the folder of a silo with a new key, and its public key into the folder of the coordinator."""
+    silo_folder, public_key = folder / "silos" / silo, folder / "coordinator" / "keys" / f"{silo}.pub"
+    ca, ca_key = certificates.load_authority(folder / "authority")
+    _write_silo_folder(silo_folder, silo, {"address": address, "port": port})
+    certificates.create_node_key(silo_folder / "key", public_key)
+    certificates.issue_node_certificate(silo_folder / "node.crt", silo, public_key, ca, ca_key)
+    shutil.copy(folder / "authority" / "ca.crt", silo_folder / "ca.crt")
+    return silo_folder
 
 
 def find_flower_app() -> Path:
@@ -60,21 +84,22 @@ def check_run_config(path: Path) -> None:
     parse_run_config({**defaults, **run_config})
 
 
-def _write_coordinator_folder(folder: Path, address: str, port: int) -> None:
+def _write_coordinator_folder(folder: Path, address: str, port: int, superlink_port: int) -> None:
     shutil.copytree(find_flower_app(), folder / "app", ignore=shutil.ignore_patterns("__pycache__", "*.fab"))
     host = address if address in LOOPBACK_HOSTS else "0.0.0.0"
-    connection = templates.CONNECTION_CONFIG.format(address=address, port=port)
-    _write_script(folder / "superlink.sh", templates.SUPERLINK_COMMAND.format(host=host, port=port))
+    connection = templates.CONNECTION_CONFIG.format(superlink_port=superlink_port)
+    serve_command = templates.SERVE_COMMAND.format(host=host, port=port, superlink_port=superlink_port)
+    _write_script(folder / "serve.sh", serve_command)
     _write_script(folder / "register.sh", templates.REGISTER_COMMAND, connection=connection)
     _write_script(folder / "run.sh", templates.RUN_COMMAND, connection=connection)
-    _write_systemd_unit(folder, "uefl-superlink.service", "superlink.sh", "UEFL coordinator (Flower SuperLink)")
+    _write_systemd_unit(folder, "uefl-coordinator.service", "serve.sh", "UEFL coordinator")
 
 
 def _write_silo_folder(folder: Path, silo: str, endpoint: dict[str, object]) -> None:
-    for subfolder in ("data", "state"):
-        (folder / subfolder).mkdir(parents=True)
-    _write_script(folder / "supernode.sh", templates.SUPERNODE_COMMAND.format(silo=silo, **endpoint))
-    _write_systemd_unit(folder, "uefl-supernode.service", "supernode.sh", f"UEFL silo {silo} (Flower SuperNode)")
+    for private_folder in (folder, folder / "data", folder / "state"):
+        make_private_folder(private_folder)
+    _write_script(folder / "node.sh", templates.NODE_COMMAND.format(silo=silo, **endpoint))
+    _write_systemd_unit(folder, "uefl-node.service", "node.sh", f"UEFL silo {silo}")
 
 
 def _write_script(path: Path, command: str, *, connection: str = "") -> None:
@@ -88,7 +113,9 @@ def _write_systemd_unit(folder: Path, unit: str, script: str, description: str) 
     (folder / unit).write_text(text)
 
 
-def _check_arguments(folder: Path, silos: Sequence[str], address: str, port: int, federation_name: str) -> None:
+def _check_arguments(
+    folder: Path, silos: Sequence[str], address: str, ports: tuple[int, int], federation_name: str
+) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} is not empty; keys and certificates are never overwritten")
     if not silos:
@@ -102,5 +129,8 @@ def _check_arguments(folder: Path, silos: Sequence[str], address: str, port: int
         raise InputError(f"silo names must be unique, and 'coordinator' is reserved: {', '.join(silos)}")
     if not re.fullmatch(r"[A-Za-z0-9.-]+", address):
         raise InputError(f"address '{address}' must be a host name or an IPv4 address")
-    if not 1 <= port <= 65535:
-        raise InputError(f"port={port} must be between 1 and 65535")
+    for port in ports:
+        if not 1 <= port <= 65535:
+            raise InputError(f"port={port} must be between 1 and 65535")
+    if len(set(ports)) < len(ports):
+        raise InputError(f"guard and SuperLink need different ports, not both {ports[0]}")

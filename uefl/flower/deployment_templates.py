@@ -19,14 +19,12 @@ cat > "$FLWR_HOME/config.toml" <<END
 [superlink]
 default = "federation"
 [superlink.federation]
-address = "{address}:{port}"
+address = "127.0.0.1:{superlink_port}"
 root-certificates = "$here/ca.crt"
 END
 """
 
-SUPERLINK_COMMAND = """exec python3 -m uefl.flower.superlink --host {host} --port {port} \\
-    --ssl-ca-certfile ca.crt --ssl-certfile server.crt --ssl-keyfile server.key \\
-    --enable-supernode-auth --database "$here/superlink.db" --disable-runtime-dependency-installation
+SERVE_COMMAND = """exec uefl deploy serve "$here" --host {host} --port {port} --superlink-port {superlink_port}
 """
 
 REGISTER_COMMAND = """for key in keys/*.pub; do
@@ -49,9 +47,8 @@ federation_name = "{federation_name}"  # a different name starts a different run
 out = "runs"                 # folder of run folders, relative to the coordinator's folder
 """
 
-SUPERNODE_COMMAND = """exec flower-supernode --superlink {address}:{port} --root-certificates ca.crt \\
-    --auth-supernode-private-key key --port "${{UEFL_SUPERNODE_PORT:-9094}}" \\
-    --node-config "silo=\\"{silo}\\" data_path=\\"${{UEFL_SILO_DATA:-$here/data}}\\" state_path=\\"$here/state\\""
+NODE_COMMAND = """exec uefl deploy node "$here" --coordinator {address}:{port} --silo {silo} \\
+    --data "${{UEFL_SILO_DATA:-$here/data}}"
 """
 
 SYSTEMD_UNIT = """# Written by `uefl deploy init`. Put the folder at {home}, the programs at /opt/uefl/venv, then
@@ -66,7 +63,6 @@ User=uefl
 WorkingDirectory={home}
 Environment=PATH=/opt/uefl/venv/bin:/usr/local/bin:/usr/bin:/bin
 ExecStart={home}/{script}
-# Flower readmits a killed node only after one minute, so systemd keeps retrying.
 Restart=always
 RestartSec=20
 KillMode=control-group

@@ -1,9 +1,8 @@
-"""Run a whole federation on this machine: SuperLink and SuperNodes as real processes, which all end with the block."""
+"""Run a whole federation on this machine: coordinator and nodes as real processes, which all end with the block."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,29 +21,28 @@ PROCESS_MARKER = "UEFL_PROCESS_MARKER"  # environment variable of all started pr
 class LocalFederation:
     """The processes of a federation that `write_deployment` wrote for 127.0.0.1."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder, self.port, self.token = folder, port, uuid4().hex
+    def __init__(self, folder: Path, *ports: int) -> None:
+        self.folder, self.ports, self.token = folder, ports, uuid4().hex
         self.coordinator, self.logs = folder / "coordinator", folder / "logs"
         self.logs.mkdir(exist_ok=True)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start_superlink(self) -> None:
-        """Start the coordinator's SuperLink and wait until it listens."""
-        self.start_script("superlink", self.coordinator / "superlink.sh")
+    def start_coordinator(self) -> None:
+        """Start guard and SuperLink of the coordinator and wait until both listen."""
+        self.start_script("coordinator", self.coordinator / "serve.sh")
         end = time.monotonic() + 120
-        while not _is_listening(self.port):
-            if self.processes["superlink"].poll() is not None or time.monotonic() > end:
-                raise ResumableError(f"the SuperLink did not start: {self.read_log('superlink')[-2000:]}")
+        while not all(map(_is_listening, self.ports)):
+            if self.processes["coordinator"].poll() is not None or time.monotonic() > end:
+                raise ResumableError(f"the coordinator did not start: {self.read_log('coordinator')[-2000:]}")
             time.sleep(0.2)
 
     def register_keys(self) -> str:
         """Register the keys of all silos."""
         return self.run_script(self.coordinator / "register.sh")
 
-    def start_supernode(self, silo: str, **environment: str) -> None:
-        """Start a silo's SuperNode."""
-        variables = {"UEFL_SUPERNODE_PORT": str(find_free_port()), **environment}
-        self.start_script(silo, self.folder / "silos" / silo / "supernode.sh", variables)
+    def start_node(self, silo: str, **environment: str) -> None:
+        """Start a silo's node."""
+        self.start_script(silo, self.folder / "silos" / silo / "node.sh", environment)
 
     def start_script(self, name: str, script: Path, environment: Mapping[str, str] = {}) -> None:
         """Start a script and append its output to the log of this name."""
@@ -109,13 +107,7 @@ class LocalFederation:
 
     def list_process_ids(self) -> list[int]:
         """Return the ids of all processes with our marker, also of orphans."""
-        marker, process_ids = f"{PROCESS_MARKER}={self.token}".encode(), []
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                with suppress(OSError):
-                    if marker in (folder / "environ").read_bytes().split(b"\0"):
-                        process_ids.append(int(folder.name))
-        return process_ids
+        return list_marked_processes(PROCESS_MARKER, self.token)
 
     def _list_descendants(self, root: int) -> list[int]:
         parents: dict[int, int] = {}
@@ -133,22 +125,34 @@ class LocalFederation:
 
 
 @contextmanager
-def open_local_federation(folder: Path, port: int) -> Iterator[LocalFederation]:
-    """Open the processes of a federation; none of them outlives the block."""
-    if shutil.which("flower-superlink", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is None:
-        raise ResumableError("flower-superlink is not in the PATH; install uefl with its extra `flower`")
-    federation = LocalFederation(folder, port)
+def open_local_federation(folder: Path, port: int, superlink_port: int | None = None) -> Iterator[LocalFederation]:
+    """Open the processes of a federation at these ports; none of them outlives the block."""
+    federation = LocalFederation(folder, port, superlink_port or port + 1)
     try:
         yield federation
     finally:
         federation.close()
 
 
+def list_marked_processes(variable: str, value: str) -> list[int]:
+    """Return the ids of all processes with this environment variable: those of a tree, also after its root ended."""
+    marker, process_ids = f"{variable}={value}".encode(), []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                if marker in (folder / "environ").read_bytes().split(b"\0"):
+                    process_ids.append(int(folder.name))
+    return process_ids
+
+
 def find_free_port() -> int:
-    """Return a port at which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port at which no process listens, nor at the next one, which a coordinator needs too."""
+    while True:
+        with socket.socket() as probe, socket.socket() as next_probe, suppress(OSError, OverflowError):
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            next_probe.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def _is_listening(port: int) -> bool:
