@@ -1,5 +1,6 @@
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -137,7 +138,12 @@ def test_stale_temporary_folders_are_removed_after_a_day(tmp_path):
     os.utime(old, (1, 1))
     cache.store(make_tiny_images(), tmp_path / "t.safetensors")
     assert (old.exists(), recent.exists()) == (False, True)
-    assert (tmp_path / "t.safetensors").stat().st_mode & 0o044, "a group may share the cache"
+
+
+def test_decoded_images_are_readable_by_their_owner_only(tmp_path):
+    cache.store(make_tiny_images(), tmp_path / "decoded" / "t.safetensors")
+    assert stat.S_IMODE((tmp_path / "decoded").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "decoded" / "t.safetensors").stat().st_mode) == 0o600
 
 
 def test_images_are_read_even_if_the_cache_is_not_writable(tmp_path, monkeypatch):

@@ -66,7 +66,8 @@ def store(images: Images, file: Path) -> None:
     values = {f.name: getattr(images, f.name) for f in fields(images)}
     tensors = {name: v.contiguous() for name, v in values.items() if isinstance(v, Tensor)}
     fields_json = json.dumps({name: v for name, v in values.items() if v is not None and name not in tensors})
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(mode=0o700, exist_ok=True)  # images of a silo are readable by their owner only
     _remove_stale_folders(file.parent)
     # A folder, because safetensors itself writes to an unknown temporary name beside the file.
     temporary_folder = Path(tempfile.mkdtemp(prefix=f".{file.stem}-", suffix=".tmp", dir=file.parent))
@@ -75,7 +76,7 @@ def store(images: Images, file: Path) -> None:
         save_file(
             tensors, temporary_file, {"images": json.dumps([fields_json, _compute_checksum(fields_json, tensors)])}
         )
-        temporary_file.chmod(0o666 & ~_get_umask())  # safetensors makes it private, but a group may share the folder
+        temporary_file.chmod(0o600)
         _fsync_path(temporary_file)
         os.replace(temporary_file, file)
         _fsync_path(file.parent)
@@ -99,12 +100,6 @@ def _compute_checksum(fields_json: str, tensors: dict[str, Tensor]) -> int:
     for name in sorted(tensors):
         checksum = zlib.crc32(tensors[name].numpy().data, zlib.crc32(name.encode(), checksum))
     return checksum
-
-
-def _get_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _fsync_path(path: Path) -> None:

@@ -8,6 +8,15 @@ from pathlib import Path
 
 from uefl.core.errors import InputError
 
+PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600  # readable by the owner only
+
+
+def make_private_folder(folder: Path) -> Path:
+    """Create a folder that only its owner can enter; the mode of an existing folder stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=PRIVATE_FOLDER_MODE, exist_ok=True)
+    return folder
+
 
 def ensure_writable_folder(folder: Path) -> Path:
     """Create a folder, or raise an error of one line that gives the reason why nothing can be written to it."""

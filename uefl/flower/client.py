@@ -7,7 +7,7 @@ server shows beside the silo's name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +18,18 @@ from flwr.clientapp import ClientApp
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Broadcast, Reply, Tensors, is_codeword_tensor
 from uefl.core.paths import get_cache_folder
+from uefl.core.untrusted_text import escape_text
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.experiment import DTYPES, Experiment
+from uefl.flower.client_audit import AuditEntry, append_audit_entry
 from uefl.flower.client_state import ClientStateStore
-from uefl.flower.node_data import NodeData, NodeDataLoader, align_labels, load_node_data
+from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, align_labels, load_node_data
+from uefl.flower.silo_errors import describe_error
 from uefl.flower.wire import (
     cast_from_half,
     cast_to_half,
     check_versions,
+    count_bytes,
     flatten_answers,
     pack_content,
     read_payload,
@@ -36,58 +40,112 @@ log = logging.getLogger("uefl")
 
 
 class Request(NamedTuple):
-    """One message at one silo, with the data, state folder and device that the node itself configures."""
+    """One message at one silo, with the state folder and device that the node itself configures."""
 
-    message: Message
     payload: dict[str, Any]
     experiment: Experiment
-    node_data: NodeData
+    model_state: Tensors
+    extras: Tensors
     state_folder: Path
     device: str
 
 
-def make_client_app(load_data: NodeDataLoader = load_node_data, state_folder: Path | None = None) -> ClientApp:
-    """Return the app of a node. `state_folder` is used if the node configuration has no `state_path`."""
-    app = ClientApp()
+RequestScreen = Callable[[Request], None]
+"""A rule of the silo: it raises an `InputError` for a request that the silo does not allow, before data are read."""
+Handler = Callable[[Request, NodeData], RecordDict]
 
-    def make_handler(handle: Callable[[Request], RecordDict]) -> Callable[[Message, Context], Message]:
+
+def make_client_app(
+    load_data: NodeDataLoader = load_node_data,
+    state_folder: Path | None = None,
+    screens: Sequence[RequestScreen] = (),
+) -> ClientApp:
+    """Return the app of a node. `state_folder` is used if the node configuration has no `state_path`."""
+    app, handlers = ClientApp(), {"registration": handle_registration, "training": handle_fit, "": handle_query}
+
+    def make_message_handler(task: str) -> Callable[[Message, Context], Message]:
         def reply_to(message: Message, context: Context) -> Message:
-            node_config = context.node_config
-            silo_name = str(node_config.get("silo", ""))
-            try:
-                payload = read_payload(message)
-                check_versions(payload, "the coordinator", "this silo")
-                experiment = Experiment.from_config(payload.get("experiment", {}))
-                node_data = load_data(experiment, node_config)
-                silo_name = node_data.silo.name
-                folder = Path(str(node_config.get("state_path", state_folder or get_cache_folder() / "state")))
-                device = str(node_config.get("device", "cpu"))
-                content = handle(Request(message, payload, experiment, node_data, folder, device))
-            except Exception as e:  # the server receives one line; the silo's log has the traceback
-                log.exception("silo %s rejected a message", silo_name or "?")
-                content = pack_content({"silo": silo_name, "rejected": _format_error(e)})
-            return Message(content, reply_to=message)
+            client = SiloClient(context.node_config, load_data, state_folder, screens)
+            return Message(client.handle_message(message, task, handlers[task]), reply_to=message)
 
         return reply_to
 
-    app.query()(make_handler(handle_registration))
-    app.train()(make_handler(handle_fit))
-    app.evaluate()(make_handler(handle_query))
+    app.query()(make_message_handler("registration"))
+    app.train()(make_message_handler("training"))
+    app.evaluate()(make_message_handler(""))
     return app
 
 
-def handle_registration(request: Request) -> RecordDict:
+class SiloClient:
+    """The client of a silo: it checks a message, handles it, and writes one line about it to the audit log."""
+
+    def __init__(
+        self,
+        node_config: NodeConfig,
+        load_data: NodeDataLoader,
+        state_folder: Path | None,
+        screens: Sequence[RequestScreen],
+    ) -> None:
+        self.node_config, self.load_data, self.screens = node_config, load_data, screens
+        self.state_folder = Path(str(node_config.get("state_path", state_folder or get_cache_folder() / "state")))
+        self.silo_name = str(node_config.get("silo", ""))
+
+    def handle_message(self, message: Message, task: str, handle: Handler) -> RecordDict:
+        """Return the content of the reply: a result, or one line that gives the reason of a rejection."""
+        entry = AuditEntry(task=task, silo=self.silo_name)
+        try:
+            content = self._handle_request(self._read_request(message, entry), handle)
+            entry.accepted = True
+        except Exception as e:  # the server receives one line; the silo's log has the traceback
+            content = self._reject(e, entry)
+        try:
+            entry.silo, entry.bytes_out = self.silo_name, count_bytes(content)
+            append_audit_entry(self.state_folder, entry)
+        except OSError as e:  # nothing leaves a silo without a line in its audit log
+            content = self._reject(e, entry)
+        return content
+
+    def _read_request(self, message: Message, entry: AuditEntry) -> Request:
+        entry.bytes_in = count_bytes(message.content)
+        payload = read_payload(message)
+        entry.task = entry.task or escape_text(payload.get("task", ""), 100)
+        entry.describe_settings(payload)
+        check_versions(payload, "the coordinator", "this silo")
+        experiment = Experiment.from_config(payload.get("experiment", {}))
+        model_state, extras = (read_tensors(message, record) for record in ("model_state", "extras"))
+        entry.num_codewords = count_received_codewords(model_state)
+        entry.requested_codewords = int(extras["num_codewords"]) if "num_codewords" in extras else 0
+        device = str(self.node_config.get("device", "cpu"))
+        return Request(payload, experiment, model_state, extras, self.state_folder, device)
+
+    def _handle_request(self, request: Request, handle: Handler) -> RecordDict:
+        for screen in self.screens:
+            screen(request)
+        node_data = self.load_data(request.experiment, self.node_config)
+        self.silo_name = node_data.silo.name
+        return handle(request, node_data)
+
+    def _reject(self, error: Exception, entry: AuditEntry) -> RecordDict:
+        log.error("silo %s rejected a message", self.silo_name or "?", exc_info=error)
+        entry.accepted, entry.reason = False, escape_text(f"{type(error).__name__}: {error}")
+        data_path = Path(str(self.node_config.get("data_path", "")))
+        reason = describe_error(error, (data_path, self.state_folder, get_cache_folder()))
+        return pack_content({"silo": self.silo_name, "rejected": reason})
+
+
+def handle_registration(request: Request, node_data: NodeData) -> RecordDict:
     """Return the silo's name, domain, counts and class names; no data."""
-    silo, classes = request.node_data
+    del request
+    silo, classes = node_data
     image_shape = list(silo.test.x.shape[1:])
     payload = {"silo": silo.name, "domain": silo.domain, "num_examples": len(silo.train.y)}
     return pack_content({**payload, "image_shape": image_shape, "classes": list(classes)})
 
 
-def handle_fit(request: Request) -> RecordDict:
+def handle_fit(request: Request, node_data: NodeData) -> RecordDict:
     """Evaluate and train the received model, and store the method's client state."""
     payload = request.payload
-    engine, broadcast, store, note = _prepare_engine(request, payload)
+    engine, broadcast, store, note = _prepare_engine(request, node_data)
     (reply,) = engine.fit(request.experiment.method, broadcast, evaluate=bool(payload["evaluate"]))
     client_state = engine.client_states[reply.silo_name]
     if client_state:
@@ -95,23 +153,23 @@ def handle_fit(request: Request) -> RecordDict:
     return _make_reply(reply, payload, note, has_client_state=bool(client_state))
 
 
-def handle_query(request: Request) -> RecordDict:
+def handle_query(request: Request, node_data: NodeData) -> RecordDict:
     """Run one of the method's client tasks."""
     payload, method = request.payload, request.experiment.method
     task = str(payload["task"])
     if task not in method.client_tasks:
         raise unknown_value_error(f"task of {request.experiment.method_name}", task, method.client_tasks)
-    engine, broadcast, _, note = _prepare_engine(request, payload)
+    engine, broadcast, _, note = _prepare_engine(request, node_data)
     (reply,) = engine.query(method, task, broadcast, payload["splits"])
     return _make_reply(reply, payload, note)
 
 
-def _prepare_engine(request: Request, payload: dict[str, Any]) -> tuple[SerialEngine, Broadcast, ClientStateStore, str]:
+def _prepare_engine(request: Request, node_data: NodeData) -> tuple[SerialEngine, Broadcast, ClientStateStore, str]:
     """Return a serial engine with this silo and its client state, the broadcast, the state's store and a note."""
-    experiment, name = request.experiment, request.node_data.silo.name
+    payload, experiment, name = request.payload, request.experiment, node_data.silo.name
     if payload["silo"] != name:
         raise InputError(f"the message is addressed to silo {payload['silo']}, but this node is silo {name}")
-    silo = align_labels(request.node_data, tuple(payload["classes"]))
+    silo = align_labels(node_data, tuple(payload["classes"]))
     image_shape, local_shape = tuple(payload["image_shape"]), tuple(silo.test.x.shape[1:])
     if local_shape != image_shape:
         raise InputError(
@@ -123,13 +181,18 @@ def _prepare_engine(request: Request, payload: dict[str, Any]) -> tuple[SerialEn
     client_state, note = store.read(int(payload["accepted_round"]))
     engine.client_states[name] = _move_to_device(client_state, engine)
     model_state, extras = (
-        _move_to_device(cast_from_half(read_tensors(request.message, record), engine.dtype), engine)
-        for record in ("model_state", "extras")
+        _move_to_device(cast_from_half(tensors, engine.dtype), engine)
+        for tensors in (request.model_state, request.extras)
     )
-    num_codewords = next((len(t) for n, t in model_state.items() if is_codeword_tensor(n)), 0)
-    access = torch.ones(1, num_codewords, dtype=torch.bool)  # a silo receives only codewords it may use
+    num_codewords = count_received_codewords(model_state)  # a silo receives only codewords it may use
+    access = torch.ones(1, num_codewords, dtype=torch.bool)
     broadcast = Broadcast(int(payload["round"]), model_state, (name,), access, extras, (name,), float(payload["lr"]))
     return engine, broadcast, store, note
+
+
+def count_received_codewords(model_state: Tensors) -> int:
+    """Return the number of codewords in the tensors of a message."""
+    return next((len(t) for n, t in model_state.items() if is_codeword_tensor(n)), 0)
 
 
 def _move_to_device(tensors: Tensors, engine: SerialEngine) -> Tensors:
@@ -152,8 +215,3 @@ def _make_reply(reply: Reply, payload: dict[str, Any], note: str, *, has_client_
         extras=compress(reply.extras),
         **{record: flatten_answers(by_split) for record, by_split in sums.items()},
     )
-
-
-def _format_error(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from uefl.core.errors import InputError
 from uefl.core.federation import Tensors
 from uefl.experiment.checkpoint import load_tensors, save_tensors
+from uefl.experiment.files import PRIVATE_FILE_MODE, make_private_folder
 
 
 class ClientStateStore:
@@ -38,8 +39,10 @@ class ClientStateStore:
 
     def write(self, client_state: Tensors, round_number: int, accepted_round: int) -> None:
         """Write this round's file and delete older ones except the accepted one; a late process keeps newer files."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            make_private_folder(folder)
         save_tensors(self._get_path(round_number), client_state, {"round": round_number})
+        self._get_path(round_number).chmod(PRIVATE_FILE_MODE)
         for path in self.folder.glob("round-*.safetensors"):
             stored_round = int(path.stem.removeprefix("round-"))
             if stored_round < round_number and stored_round != accepted_round:

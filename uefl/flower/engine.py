@@ -50,6 +50,7 @@ class FlowerEngine:
         self.net, self.device = net.to(dtype), torch.device("cpu")
         self.client_states: dict[str, Tensors] = {}
         self._silo_infos = {info.name: info for info in sorted(silo_infos)}
+        self._num_registered = {info.name: info.num_examples for info in silo_infos}
         self._run_payload = {
             "run_id": run_id,
             "image_shape": list(image_shape),
@@ -60,7 +61,7 @@ class FlowerEngine:
 
     @property
     def silo_infos(self) -> list[SiloInfo]:
-        """The registered information of the silos of this run."""
+        """The silos of this run, with their present numbers of examples."""
         return list(self._silo_infos.values())
 
     @property
@@ -77,6 +78,9 @@ class FlowerEngine:
     def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
         results = self._exchange_messages(method, broadcast, {"evaluate": evaluate})
         for reply, has_client_state in results:
+            if not reply.rejected:
+                info = self._silo_infos[reply.silo_name]
+                self._silo_infos[reply.silo_name] = info._replace(num_examples=reply.num_examples)
             if has_client_state:
                 self.client_states[reply.silo_name] = {ACCEPTED_ROUND: torch.tensor(broadcast.round)}
         yield from (reply for reply, _ in results)
@@ -184,14 +188,22 @@ class FlowerEngine:
             if isinstance(e, IdentityMismatch):
                 self.registry.forget_node(name)
             return Reply(name, self.num_examples[name], received_bytes=received_bytes, rejected=str(e)), False
-        return reply._replace(received_bytes=received_bytes), has_client_state
+        note = self._describe_data_change(reply)
+        return reply._replace(received_bytes=received_bytes, note=note), has_client_state
+
+    def _describe_data_change(self, reply: Reply) -> str:
+        """Return the note of a reply, with the change of its number of examples since the last round."""
+        before = self.num_examples[reply.silo_name]
+        change = f"training examples changed from {before} to {reply.num_examples}"
+        return "; ".join(filter(None, (reply.note, change if reply.num_examples != before else "")))
 
     def _make_request(self, name: str, method: Method, payload: Payload) -> ReplyRequest:
-        num_examples = self.num_examples[name]
+        num_registered = self._num_registered[name]
+        max_examples = self.registry.policy.compute_max_examples(num_registered)
         if "task" in payload:
-            return ReplyRequest(num_examples, num_examples, payload["task"], payload["splits"])
+            return ReplyRequest(num_registered, max_examples, payload["task"], payload["splits"])
         splits, local_splits = (method.eval_splits, method.local_eval_splits) if payload["evaluate"] else ((), ())
-        return ReplyRequest(num_examples, num_examples, "", splits, local_splits)
+        return ReplyRequest(num_registered, max_examples, "", splits, local_splits)
 
 
 def narrow_broadcast(broadcast: Broadcast, silo_name: str) -> Broadcast:

@@ -16,6 +16,7 @@ from uefl.data import SOURCES
 from uefl.data.config import DataConfig
 from uefl.data.images import Images
 from uefl.experiment.experiment import Experiment
+from uefl.flower.silo_errors import SiloDataError, describe_data_error
 
 NodeConfig = Mapping[str, Any]
 """A node's own configuration, which the server cannot change: data_path, silo; optional: state_path, domain, device."""
@@ -67,7 +68,10 @@ def load_own_folder(experiment: Experiment, path: str, silo_name: str, domain: s
         raise InputError(f"data={config.name} reads no folder; a node with data_path needs a data set read from files")
     if Path(weights).name != weights:
         raise InputError(f"pretrained_weights={weights} is a file path; a silo never opens a path sent by the server")
-    images = replace(config, path=path).read_images(show_progress=False)
+    try:
+        images = replace(config, path=path).read_images(show_progress=False)
+    except Exception as e:  # the message of a reader names files
+        raise SiloDataError(describe_data_error(Path(path))) from e
     images = replace(images, silo_ids=torch.zeros_like(images.y), silos=(silo_name,))
     config = replace(config, partitioner="natural", shifts=(), num_silos=(), train_sizes=(), target="")
     (silo,) = config.make_silos(images, experiment.seed)

@@ -174,9 +174,11 @@ def compute_max_bytes(broadcast: Broadcast) -> int:
 
 def find_count_error(num_examples: int, request: ReplyRequest) -> str:
     """Return why a number of training examples, which is the weight in the average, is not accepted."""
-    if num_examples == request.num_examples or 0 < num_examples <= request.max_examples:
+    lowest = 1 if request.max_examples > request.num_examples else request.num_examples
+    if lowest <= num_examples <= request.max_examples:
         return ""
-    return f"the reply reports {num_examples} examples, but the silo registered {request.num_examples}"
+    allowed = "" if lowest == request.max_examples else f"; at most {request.max_examples} are accepted"
+    return f"the reply reports {num_examples} examples, but the silo registered {request.num_examples}{allowed}"
 
 
 def find_split_error(reply: Reply, request: ReplyRequest) -> str:

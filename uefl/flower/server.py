@@ -66,6 +66,7 @@ def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_
         grace=float(run_config["grace"]),
         quorum=int(run_config["quorum"]),
         retries=int(run_config["retries"]),
+        data_changes=run_config["data_changes"],
         poll_interval=POLL_INTERVAL_SECONDS,
     )
     # The server cannot read the data, so a hash of the federation's name takes the place of their fingerprint.

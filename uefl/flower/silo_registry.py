@@ -6,12 +6,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from uefl.core.errors import InputError, ResumableError
+from uefl.core.errors import InputError, ResumableError, unknown_value_error
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.untrusted_text import is_plain_text
 from uefl.flower.pull_replies import pull_replies
@@ -19,6 +19,8 @@ from uefl.flower.wire import make_message, read_reply_payload, reject_unreadable
 
 MAX_NAME_LENGTH = 200  # characters of a silo, domain or class
 MAX_PIXELS = 2**28  # numbers of one image
+DataChanges = Literal["accept", "freeze"]
+MAX_DATA_GROWTH = 2  # a silo may report this multiple of the examples it registered
 MAX_EXAMPLES = 2**40  # a silo that reports more is rejected
 SiloListener = Callable[[str, str], None]  # receives a silo's name ("" for a rejected node) and what happens
 
@@ -36,10 +38,19 @@ class RoundPolicy:
         0, "Minimum number of valid replies per round; 0 means more than half of the silos.", at_least=0
     )
     retries: int = setting(2, "Number of further attempts at failed silos while the quorum is not met.", at_least=0)
+    data_changes: DataChanges = setting(
+        "accept", "Whether a silo may take part after the number of its training examples has changed."
+    )
     poll_interval: float = setting(0.1, "Seconds between two requests to the grid.", at_least=0)
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.data_changes not in get_args(DataChanges):
+            raise unknown_value_error("data_changes", self.data_changes, get_args(DataChanges))
+
+    def compute_max_examples(self, num_registered: int) -> int:
+        """Return the most training examples that a silo may report after it registered this number."""
+        return num_registered * (MAX_DATA_GROWTH if self.data_changes == "accept" else 1)
 
     def compute_quorum(self, num_silos: int) -> int:
         """Return the number of valid replies required of this number of silos."""
