@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -21,12 +22,18 @@ class InProcessGrid(Grid):
     def __init__(self, app: ClientApp, nodes: Mapping[int, Mapping[str, Any]]) -> None:
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
         self.app, self.nodes = app, {node_id: dict(config) for node_id, config in nodes.items()}
+        self.registrations: dict[int, tuple[str, bytes]] = {}
         self.sent_messages: list[Message] = []
         self.tamper: Callable[[Message, Message], Message | None] = lambda _message, reply: reply  # None: no reply
         self._replies: dict[str, Message] = {}
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return nodes; those in `registrations` have a registered name and key, as in a deployment."""
+        names_and_keys = {node_id: self.registrations.get(node_id, ("", b"random")) for node_id in self.nodes}
+        return [NodeInfo(node_id=node_id, name=name, public_key=key) for node_id, (name, key) in names_and_keys.items()]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         message_ids = []

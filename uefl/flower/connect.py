@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from flwr.serverapp import Grid
 
-from uefl.core.errors import InputError
-from uefl.data.readers.labeled_files import index_names
+from uefl.core.errors import ResumableError
 from uefl.experiment.experiment import DTYPES, Experiment
+from uefl.flower.data_format import DECIDED_BY_SILOS, DataFormat, agree_on_format, describe_format
 from uefl.flower.engine import FlowerEngine
 from uefl.flower.silo_registry import RoundPolicy, SiloInfo, SiloListener, SiloRegistry
 
@@ -24,38 +24,45 @@ def connect(
     half_precision: bool = False,
     run_id: str = "",
     known_silos: Sequence[SiloInfo] = (),
+    data_format: DataFormat = DECIDED_BY_SILOS,
     on_silo_event: SiloListener = lambda _silo, _activity: None,
 ) -> FlowerEngine:
-    """Return the engine of an experiment with this number of silos; `known_silos` are those of a resumed run."""
+    """Return the engine of an experiment with this number of silos; `known_silos` are those of a resumed run.
+
+    `data_format` holds image shape and classes that the coordinator sets; otherwise the majority of silos decides.
+    """
     registry = SiloRegistry(grid, experiment.to_config(), policy or RoundPolicy(), on_silo_event)
     silo_infos = registry.wait_for_silos(num_silos, known_silos)
-    image_shape, class_names = agree_on_shape_and_classes(silo_infos)
+    agreed, reasons = agree_on_format(silo_infos, data_format)
+    silo_infos = leave_out_silos(silo_infos, reasons, registry.policy, num_silos)
+    for text in (*reasons.values(), *([describe_format(agreed, data_format)] if reasons else [])):
+        on_silo_event("", text)
     return FlowerEngine(
         registry,
-        experiment.build_network(image_shape, len(class_names)),
+        experiment.build_network(agreed.image_shape, len(agreed.classes)),
         silo_infos=silo_infos,
         run_id=run_id or experiment.run_id(fingerprint_silos(silo_infos)),
         seed=experiment.seed,
-        class_names=class_names,
-        image_shape=image_shape,
+        class_names=agreed.classes,
+        image_shape=agreed.image_shape,
         dtype=DTYPES[experiment.precision],
         half_precision=half_precision,
         on_progress=on_silo_event,
     )
 
 
-def agree_on_shape_and_classes(silo_infos: Sequence[SiloInfo]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the common shape of all images, and the classes of all silos together."""
-    shapes = {info.image_shape: info.name for info in silo_infos}
-    if len(shapes) > 1:
-        listed = ", ".join(f"{'×'.join(map(str, shape))} at {name}" for shape, name in shapes.items())
-        raise InputError(f"silos have images of different shapes ({listed}); set data.image_size")
-    orders = {info.classes for info in silo_infos}
-    if len(orders) == 1:
-        return silo_infos[0].image_shape, orders.pop()
-    return silo_infos[0].image_shape, index_names([name for info in silo_infos for name in info.classes])[0]
+def leave_out_silos(
+    silo_infos: Sequence[SiloInfo], reasons: dict[str, str], policy: RoundPolicy, num_silos: int
+) -> list[SiloInfo]:
+    """Return the silos without a reason against them, if they are enough for a quorum."""
+    fitting, quorum = [info for info in silo_infos if info.name not in reasons], policy.compute_quorum(num_silos)
+    if len(fitting) < max(quorum, 1):
+        listed = "; ".join(reasons.values())
+        raise ResumableError(f"only {len(fitting)} of {num_silos} silos can take part; {quorum} are required; {listed}")
+    return fitting
 
 
 def fingerprint_silos(silo_infos: Sequence[SiloInfo]) -> str:
     """Return a hash of what silos report of their data: names, counts, classes."""
-    return hashlib.sha256(json.dumps(sorted(silo_infos)).encode()).hexdigest()[:16]
+    reported = [info[: SiloInfo._fields.index("key")] for info in sorted(silo_infos)]
+    return hashlib.sha256(json.dumps(reported).encode()).hexdigest()[:16]

@@ -51,6 +51,7 @@ class FlowerEngine:
         self.client_states: dict[str, Tensors] = {}
         self._silo_infos = {info.name: info for info in sorted(silo_infos)}
         self._num_registered = {info.name: info.num_examples for info in silo_infos}
+        self.image_shape, self.class_names = tuple(image_shape), tuple(class_names)
         self._run_payload = {
             "run_id": run_id,
             "image_shape": list(image_shape),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from rich.console import Console
 from uefl.core.errors import InputError, ResumableError
 from uefl.experiment.comparison import print_results
 from uefl.experiment.experiment import Experiment
-from uefl.experiment.files import write_text
+from uefl.experiment.files import ensure_writable_folder, write_text
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.progress import ProgressDisplay
 from uefl.experiment.run import Listener, RunContext, require_network_support, run_with_clients
-from uefl.flower.connect import agree_on_shape_and_classes, connect
+from uefl.flower.connect import connect
+from uefl.flower.data_format import DataFormat, parse_data_format
+from uefl.flower.run_result import record_result
 from uefl.flower.silo_registry import RoundPolicy, SiloInfo
 
 POLL_INTERVAL_SECONDS = 0.5  # every poll is a request to the SuperLink
@@ -36,12 +39,14 @@ def make_server_app() -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         console, run_config = Console(width=120, highlight=False), dict(context.run_config)
         try:
-            ((name, experiment),) = parse_run_config(run_config).items()
-            with ProgressDisplay(console) as display:
-                folder = serve(grid, experiment, run_config, on_event=lambda event: display.on_event(name, event))
+            with record_result(Path(str(run_config["out"]))) as details:
+                ((name, experiment),) = parse_run_config(run_config).items()
+                with ProgressDisplay(console) as display:
+                    folder = serve(grid, experiment, run_config, on_event=lambda event: display.on_event(name, event))
+                details["folder"] = folder
             print_results({name: folder}, folder.parent, console)
         except (InputError, ResumableError) as e:
-            console.print(f"uefl: {e}", soft_wrap=True)
+            console.print(f"uefl: {e}", soft_wrap=True, markup=False)
             raise
 
     return app
@@ -72,7 +77,8 @@ def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_
     # The server cannot read the data, so a hash of the federation's name takes the place of their fingerprint.
     fingerprint = hashlib.sha256(str(run_config["federation_name"]).encode()).hexdigest()[:16]
     run_id = experiment.run_id(fingerprint)
-    silos_file = root / f"silos-{run_id}.json"
+    store = RegistrationStore(root / f"silos-{run_id}.json")
+    known_silos, data_format = store.read(parse_data_format(str(run_config["image_shape"]), str(run_config["classes"])))
     on_event({"kind": "load", "data": experiment.data.name})
     engine = connect(
         grid,
@@ -81,19 +87,50 @@ def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_
         policy=policy,
         half_precision=bool(run_config["half_precision"]),
         run_id=run_id,
-        known_silos=load_known_silos(silos_file),
+        known_silos=known_silos,
+        data_format=data_format,
         on_silo_event=lambda silo, activity: on_event({"kind": "silo", "silo": silo, "activity": activity}),
     )
-    root.mkdir(parents=True, exist_ok=True)
-    write_text(silos_file, json.dumps([info._asdict() for info in engine.silo_infos], indent=1) + "\n")
-    image_shape, class_names = agree_on_shape_and_classes(engine.silo_infos)
-    context = RunContext(fingerprint, dict(engine.domains), class_names, image_shape, engine="flower")
-    return run_with_clients(experiment, root, context, lambda: nullcontext(engine), on_event)
+    store.write(engine.silo_infos, DataFormat(engine.image_shape, engine.class_names))
+    context = RunContext(fingerprint, dict(engine.domains), engine.class_names, engine.image_shape, engine="flower")
+    try:
+        return run_with_clients(experiment, root, context, lambda: nullcontext(engine), on_event)
+    except OSError as e:  # such as a full disk: the last checkpoint is complete
+        reason = (e.strerror or str(e)).lower()
+        raise ResumableError(f"cannot write to {root}: {reason}; run the same command again to resume") from e
 
 
-def load_known_silos(path: Path) -> list[SiloInfo]:
-    """Return the silos of a run that was started before."""
-    if not path.exists():
-        return []
-    records = json.loads(path.read_text())
-    return [SiloInfo(**{**r, "image_shape": tuple(r["image_shape"]), "classes": tuple(r["classes"])}) for r in records]
+class RegistrationStore:
+    """The silos of a run with the keys that their names are bound to, and the format of their data.
+
+    The file keeps them when the coordinator starts again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, configured: DataFormat) -> tuple[list[SiloInfo], DataFormat]:
+        """Return the silos and the format of a run that was started before; without one, no silos and what is set."""
+        if not self.path.exists():
+            return [], configured
+        try:
+            values = json.loads(self.path.read_text())
+            silos = [_make_tuples(SiloInfo(**silo)) for silo in values["silos"]]
+            stored = DataFormat(*(tuple(values[name]) for name in DataFormat._fields))
+        except (KeyError, TypeError, ValueError) as e:
+            raise InputError(f"{self.path} is damaged ({e}); delete it to register the silos anew") from None
+        for name, value, stored_value in zip(DataFormat._fields, configured, stored):
+            if value and value != stored_value:
+                raise InputError(
+                    f"this run was started with another value of {name}; set federation_name to start a new run"
+                )
+        return silos, stored
+
+    def write(self, silo_infos: Sequence[SiloInfo], data_format: DataFormat) -> None:
+        """Write the silos and the format of their data."""
+        values = {**data_format._asdict(), "silos": [info._asdict() for info in silo_infos]}
+        write_text(ensure_writable_folder(self.path.parent) / self.path.name, json.dumps(values, indent=1) + "\n")
+
+
+def _make_tuples(info: SiloInfo) -> SiloInfo:
+    return info._replace(image_shape=tuple(info.image_shape), classes=tuple(info.classes))

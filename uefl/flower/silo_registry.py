@@ -1,12 +1,16 @@
-"""Find silos by name. Node ids change at every start of a node; a silo is identified by the name that it reports."""
+"""Find silos by name. Node ids change at every start of a node; a silo is identified by the name that it reports.
+
+A node that was registered with a name and a key can report only that name, and the name stays bound to that key.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -65,6 +69,25 @@ class SiloInfo(NamedTuple):
     num_examples: int
     image_shape: tuple[int, ...]
     classes: tuple[str, ...]
+    key: str = ""  # hash of the public key that the name is bound to; empty without authentication
+
+
+class RegisteredNode(Protocol):
+    """What Flower reports of a node."""
+
+    @property
+    def node_id(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def public_key(self) -> bytes: ...
+
+
+class NodeIdentity(NamedTuple):
+    """Name and key with which the coordinator's operator registered a node; empty without authentication."""
+
+    name: str = ""
+    key: str = ""
 
 
 class SiloRegistry:
@@ -82,6 +105,7 @@ class SiloRegistry:
         self.node_ids: dict[str, int] = {}  # by silo name
         self.rejected_nodes: dict[int, str] = {}  # reasons, by node id
         self._pending_queries: dict[str, int] = {}  # node ids, by message id
+        self._identities: dict[int, NodeIdentity] = {}  # by node id
 
     def wait_for_silos(self, num_silos: int, known_silos: Sequence[SiloInfo] = ()) -> list[SiloInfo]:
         """Wait for a number of silos, or for those of a resumed run; after the timeout a quorum is enough."""
@@ -99,7 +123,7 @@ class SiloRegistry:
                 f"only {len(connected)} of {num_silos} silos connected within {self.policy.connect_timeout:.0f} s; "
                 f"{quorum} are required{reasons}"
             )
-        return list(known_silos) or [self.silo_infos[name] for name in connected]
+        return [self.silo_infos[name] for name in (sorted(expected_names) or connected)]
 
     def find_nodes(self, silo_names: Sequence[str]) -> dict[str, int]:
         """Return the nodes of those silos that are connected; wait only while they are fewer than the quorum."""
@@ -124,7 +148,8 @@ class SiloRegistry:
 
     def _refresh_nodes(self) -> None:
         """Query new nodes, remove disconnected ones, and register those whose replies arrived."""
-        connected = set(self.grid.get_node_ids())
+        self._identities = {node.node_id: identify_node(node) for node in self.grid.get_nodes()}
+        connected = set(self._identities)
         self.node_ids = {name: node for name, node in self.node_ids.items() if node in connected}
         self._pending_queries = {query: node for query, node in self._pending_queries.items() if node in connected}
         self.rejected_nodes = {node: reason for node, reason in self.rejected_nodes.items() if node in connected}
@@ -142,16 +167,39 @@ class SiloRegistry:
     def _register_reply(self, node_id: int, reply: Message | str) -> None:
         try:
             with reject_unreadable():
-                info = parse_silo_info(reply)
+                info = self._bind_key(parse_silo_info(reply), self._identities.get(node_id, NodeIdentity()))
                 if info.name in self.node_ids:
                     raise InputError(f"silo name {info.name} is already used by another node")
         except InputError as e:
             self.rejected_nodes[node_id] = str(e)
             self.on_silo_event("", str(e))
             return
-        self.silo_infos.setdefault(info.name, info)  # a silo that reconnects keeps its first registration
+        first = self.silo_infos.get(info.name, info)  # a silo that reconnects keeps its first registration
+        self.silo_infos[info.name] = first._replace(key=info.key)
         self.node_ids[info.name] = node_id
         self.on_silo_event(info.name, "connected")
+
+    def _bind_key(self, info: SiloInfo, identity: NodeIdentity) -> SiloInfo:
+        """Return the silo with the key of its node; raise an `InputError` if name and key belong to other silos."""
+        if identity.name and identity.name != info.name:
+            raise InputError(
+                f"the node that is registered as silo {identity.name} presents itself as silo {info.name}; "
+                'correct silo="…" in its node configuration'
+            )
+        bound_key = self.silo_infos[info.name].key if info.name in self.silo_infos else ""
+        if bound_key and bound_key != identity.key:
+            raise InputError(
+                f"a node presents itself as silo {info.name}, but its key is {identity.key or 'not registered'} and "
+                f"this silo is bound to key {bound_key}"
+            )
+        return info._replace(key=identity.key)
+
+
+def identify_node(node: RegisteredNode) -> NodeIdentity:
+    """Return name and key of a node. Without a registered name, as in simulations, keys change at every start."""
+    if not node.name:
+        return NodeIdentity()
+    return NodeIdentity(node.name, hashlib.sha256(node.public_key).hexdigest()[:16])
 
 
 def parse_silo_info(reply: Message | str) -> SiloInfo:
