@@ -107,6 +107,23 @@ def node(
     run_node(NodeOptions(folder, coordinator, config))
 
 
+@group.command()
+def doctor(
+    folder: Annotated[Path, typer.Argument(help="Folder of the coordinator, or of a silo.")],
+) -> None:
+    """Check files, certificates and connections of a coordinator or a silo; the exit code is 1 if a check fails.
+
+    Example: `uefl deploy doctor hospitals/coordinator`.
+    """
+    with _require_flower():
+        from uefl.flower.doctor import examine_folder
+    checks = []
+    for check in examine_folder(folder.resolve()):
+        typer.echo(f"{'ok    ' if check.is_passed else 'FAILED'}  {check.text}")
+        checks.append(check)
+    raise typer.Exit(0 if all(check.is_passed for check in checks) else 1)
+
+
 def _log_with_time_stamps() -> None:
     import logging
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
@@ -146,9 +147,18 @@ def load_client_context(folder: Path) -> ssl.SSLContext:
             file.write(key)
             file.flush()
             context.load_cert_chain(folder / "node.crt", file.name)
-    except (OSError, ssl.SSLError) as e:
+        _check_issuer(folder / "node.crt", folder / "ca.crt")
+    except OSError as e:  # also ssl.SSLError
         raise InputError(f"{folder}: ca.crt or node.crt is missing, unreadable or of another key ({e})") from e
     return context
+
+
+def _check_issuer(certificate: Path, ca: Path) -> None:
+    authority = x509.load_pem_x509_certificate(ca.read_bytes())
+    try:
+        x509.load_pem_x509_certificate(certificate.read_bytes()).verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError) as e:
+        raise InputError(f"{certificate}: not issued by ca.crt; get both from the coordinator's operator") from e
 
 
 def load_server_context(folder: Path) -> ssl.SSLContext:

@@ -39,6 +39,11 @@ CAUSES = (
     ("HTTP_REQUEST", "it does not use TLS", "check address and port"),
     ("WRONG_VERSION_NUMBER", "it does not use TLS", "check address and port"),
     ("[SSL", "the TLS handshake failed", "compare ca.crt, node.crt and key with those of the coordinator"),
+    (
+        "disconnected",
+        "it closed the connection, as it does for a certificate that it does not accept",
+        "run `uefl deploy doctor` here, and see the log of serve.sh there",
+    ),
     ("Connection refused", "connection refused", "start serve.sh there, or check address, port and firewall"),
     ("Name or service not known", "the name cannot be resolved", "check the address or the name server"),
     ("name resolution", "the name cannot be resolved", "check the address or the name server"),

@@ -81,6 +81,7 @@ async def _run_processes(options: CoordinatorOptions) -> None:
                 guard.result()  # raises what ended it
         finally:
             guard.cancel()
+            await asyncio.wait({guard})
             await _stop_superlink(superlink, token)
     if not is_stopped.is_set():
         raise ResumableError(f"the SuperLink ended with code {superlink.returncode}; see its lines above")

@@ -101,6 +101,11 @@ class KeyFolder:
             self._silos, self._version = _read_keys(files), version
         return self._silos.get(key)
 
+    @property
+    def silos(self) -> list[str]:
+        """The names of the silos whose keys were readable."""
+        return list(self._silos.values())
+
 
 def _read_keys(files: list[Path]) -> dict[bytes, str]:
     keys: dict[bytes, str] = {}
@@ -157,17 +162,24 @@ class Guard:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept connections without end."""
+        """Accept connections until cancelled, which ends open connections too."""
         loop = asyncio.get_running_loop()
-        while True:
-            connection, peer = await loop.sock_accept(listener)
-            if len(self._tasks) >= MAX_CONNECTIONS:
-                log.warning("guard: %s rejected: more than %d connections", peer[0], MAX_CONNECTIONS)
-                connection.close()
-                continue
-            task = asyncio.create_task(self._handle_connection(connection, str(peer[0])))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        try:
+            while True:
+                self._start_connection(*await loop.sock_accept(listener))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start_connection(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        if len(self._tasks) >= MAX_CONNECTIONS:
+            log.warning("guard: %s rejected: more than %d connections", peer[0], MAX_CONNECTIONS)
+            connection.close()
+            return
+        task = asyncio.create_task(self._handle_connection(connection, peer[0]))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _handle_connection(self, connection: socket.socket, peer: str) -> None:
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
@@ -218,7 +230,7 @@ class Guard:
                 target, content=body, headers=[*headers, (b"accept-encoding", b"identity")]
             )
         except httpx.HTTPError as e:
-            log.error("guard: the SuperLink does not answer: %s", e)
+            log.error("guard: the SuperLink does not answer: %s", str(e) or type(e).__name__)
             return Answer(503, {GUARD_HEADER: "no SuperLink"}, b"the SuperLink does not answer\n")
         returned = {name: response.headers[name] for name in RETURNED_HEADERS if name in response.headers}
         return Answer(response.status_code, returned, response.content)

@@ -22,8 +22,8 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 
 from uefl.core.untrusted_text import escape_text
-from uefl.flower.audit import AuditEntry, append_audit_entry
 from uefl.flower.certificates import describe_expiry, load_client_context, load_node_key
+from uefl.flower.client_audit import AuditEntry, append_audit_entry
 from uefl.flower.connection_errors import GUARD_HEADER, explain_error
 from uefl.flower.fleet_connection import (
     HEARTBEAT_SECONDS,
@@ -38,7 +38,7 @@ from uefl.flower.fleet_connection import (
 
 log = logging.getLogger("uefl")
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0  # short after a message, longer while nothing arrives
-MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 RETRIED_STATUS_CODES = {502, 503, 504}
 
 
@@ -80,7 +80,7 @@ class LoggingRetrier:
 
 @dataclass
 class Backoff:
-    """Seconds until the next attempt: doubled each time up to a minute, with jitter against simultaneous attempts."""
+    """Seconds until the next attempt: doubled each time, with jitter against simultaneous attempts."""
 
     num_attempts: int = 0
 
