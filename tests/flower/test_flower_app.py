@@ -65,12 +65,12 @@ def test_the_app_runs_in_flowers_simulation(tmp_path):
     shutil.copytree(find_flower_app(), folder / "app")
     run_config = f'num_silos = 3\nsettings = "{SMALL_SETTINGS}"\nout = "{folder}/runs"\n'
     (folder / "federation.toml").write_text(run_config)
-    for name, command, connection in (("superlink", SUPERLINK_COMMAND, ""), ("run", RUN_COMMAND, CONNECTION_CONFIG)):
+    for name, command, connection in (("serve", SUPERLINK_COMMAND, ""), ("run", RUN_COMMAND, CONNECTION_CONFIG)):
         text = make_script(command, connection=connection).replace("{port}", str(port))
         (folder / f"{name}.sh").write_text(text)
         (folder / f"{name}.sh").chmod(0o755)
-    with open_local_federation(tmp_path, port) as processes:
-        processes.start_superlink()
+    with open_local_federation(tmp_path, port, port) as processes:
+        processes.start_coordinator()
         output = "\n".join(processes.stream_run_output())
     records = [json.loads(line) for path in folder.glob("runs/*/*.jsonl") for line in path.read_text().splitlines()]
     assert [record["round"] for record in records] == [1, 2, 3], output

@@ -18,11 +18,16 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_ssh_private_key,
 )
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import Message as ProtobufMessage
+from flwr.proto.message_pb2 import Metadata
+from flwr.proto.node_pb2 import Node
 from network_namespace import open_other_machine
 from typer.testing import CliRunner
 
 from uefl.cli.main import app
 from uefl.flower.deployment import write_deployment
+from uefl.flower.fleet_connection import find_forged_sender
 from uefl.flower.guard import ALLOWED_TARGETS
 from uefl.flower.local_processes import find_free_port, open_local_federation
 
@@ -224,3 +229,13 @@ def test_a_registered_silo_on_another_machine_connects_and_ends_at_sigterm(site)
     assert f"silo north: connected to {site.machine.host_address}:{site.port} as node" in line
     assert "silo north: stopped" in rest
     assert node.returncode == 0
+
+
+def test_a_node_cannot_send_a_reply_in_the_name_of_another_node():
+    def make_body(*senders):
+        messages = [ProtobufMessage(metadata=Metadata(src_node_id=sender)) for sender in senders]
+        return PushMessagesRequest(node=Node(node_id=7), messages_list=messages).SerializeToString()
+
+    assert not find_forged_sender("/v1/fleet/push-messages", make_body(7))
+    assert find_forged_sender("/v1/fleet/push-messages", make_body(7, 8)) == "the reply has another node as its sender"
+    assert not find_forged_sender("/v1/fleet/pull-messages", b"")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import ssl
 import tomllib
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -108,7 +109,9 @@ def identify_app(folder: Path) -> AppIdentity:
     """Return the identity that a run of the app in this folder has."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())
     name = f"{project['tool']['flwr']['app']['publisher']}/{project['project']['name']}"
-    return AppIdentity(name, project["project"]["version"], hashlib.sha256(build_fab_from_disk(folder)).hexdigest())
+    with warnings.catch_warnings(category=DeprecationWarning, action="ignore"):  # Flower's own use of pathspec
+        bundle = build_fab_from_disk(folder)
+    return AppIdentity(name, project["project"]["version"], hashlib.sha256(bundle).hexdigest())
 
 
 def make_error_reply(message: Message, reason: str) -> Message:
