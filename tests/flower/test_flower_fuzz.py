@@ -2,11 +2,14 @@
 
 import json
 import random
+import time
+from dataclasses import replace
+from threading import Event
 
 import pytest
 import torch
 from message_mutations import HOSTILE_TEXTS, mutate_reply
-from small_federation import make_experiment, make_flower_engine, make_grid, run_rounds
+from small_federation import QUICK_POLICY, make_experiment, make_flower_engine, make_grid, run_rounds
 from test_flower_replies import change_first_tensor, forge_centroids, forge_replies
 
 from uefl.core.aggregate import find_non_finite
@@ -106,6 +109,40 @@ def test_replies_that_flower_itself_cannot_decode_are_rejected(tmp_path):
     _, records = run_rounds(engine, experiment)
     for record in records:
         assert record["silos"]["D2-1"]["rejected"] == "the reply cannot be decoded (KeyError)"
+        assert "rejected" not in record["silos"]["D1-1"]
+
+
+def test_a_silo_that_does_not_complete_its_upload_delays_only_the_grace(tmp_path):
+    """Flower waits for the rest of an upload while it pulls, up to two hours."""
+    experiment, grid = make_experiment("fedavg", rounds=2, iterations=1), make_grid(tmp_path)
+    policy = replace(QUICK_POLICY, reply_timeout=300, grace=1.0)
+    engine, pull, slow, is_finished = (
+        make_flower_engine(grid, experiment, policy=policy),
+        grid.pull_messages,
+        set(),
+        Event(),
+    )
+
+    def remember(message, reply):
+        if read_payload(message).get("silo") == "D2-1":
+            slow.add(message.metadata.message_id)
+        return reply
+
+    def pull_messages(message_ids):
+        message_ids = list(message_ids)
+        if slow & set(message_ids):
+            is_finished.wait(600)
+        return pull(message_ids)
+
+    grid.tamper, grid.pull_messages = remember, pull_messages
+    started = time.monotonic()
+    try:
+        _, records = run_rounds(engine, experiment)
+    finally:
+        is_finished.set()
+    assert time.monotonic() - started < 100
+    for record in records:
+        assert record["silos"]["D2-1"]["rejected"] == "missing: no reply within 1 s after the quorum was met"
         assert "rejected" not in record["silos"]["D1-1"]
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from uefl.core.errors import InputError, ResumableError
 from uefl.core.federation import Broadcast, Method, Reply, Split, Tensors, gather_accessible_rows, size_in_bytes
 from uefl.experiment.settings import to_dict
-from uefl.flower.pull_replies import pull_replies
 from uefl.flower.reply_reader import IdentityMismatch, ReplyReader, ReplyRequest
 from uefl.flower.silo_registry import SiloInfo, SiloRegistry
 from uefl.flower.wire import cast_to_half, make_message
@@ -142,7 +141,7 @@ class FlowerEngine:
         """Yield replies to messages (silo names by message id) until the timeout, or the grace after the quorum."""
         policy, started, quorum_time = self.registry.policy, time.monotonic(), math.inf
         while waiting:
-            for message_id, reply in pull_replies(self.registry.grid, list(waiting)):
+            for message_id, reply in self.registry.puller.pull_replies(list(waiting)):
                 name = waiting.pop(message_id)
                 self.on_progress(name, "replied")
                 yield name, reply

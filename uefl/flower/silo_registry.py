@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from uefl.core.errors import InputError, ResumableError, unknown_value_error
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.untrusted_text import is_plain_text
-from uefl.flower.pull_replies import pull_replies
+from uefl.flower.pull_replies import ReplyPuller
 from uefl.flower.wire import make_message, read_reply_payload, reject_unreadable
 
 MAX_NAME_LENGTH = 200  # characters of a silo, domain or class
@@ -101,6 +101,7 @@ class SiloRegistry:
         on_silo_event: SiloListener = lambda _silo, _activity: None,
     ) -> None:
         self.grid, self.experiment, self.policy, self.on_silo_event = grid, dict(experiment), policy, on_silo_event
+        self.puller, self._query_puller = ReplyPuller(grid), ReplyPuller(grid)
         self.silo_infos: dict[str, SiloInfo] = {}
         self.node_ids: dict[str, int] = {}  # by silo name
         self.rejected_nodes: dict[int, str] = {}  # reasons, by node id
@@ -155,7 +156,7 @@ class SiloRegistry:
         self.rejected_nodes = {node: reason for node, reason in self.rejected_nodes.items() if node in connected}
         for node_id in connected - {*self.node_ids.values(), *self._pending_queries.values(), *self.rejected_nodes}:
             self._query_node(node_id)
-        for message_id, reply in pull_replies(self.grid, list(self._pending_queries)):
+        for message_id, reply in self._query_puller.pull_replies(list(self._pending_queries)):
             self._register_reply(self._pending_queries.pop(message_id), reply)
 
     def _query_node(self, node_id: int) -> None:
