@@ -20,7 +20,7 @@ from uefl.flower.connection_errors import explain_error
 from uefl.flower.demo import start_processes, write_digits, write_run_settings
 from uefl.flower.deployment import find_flower_app, write_deployment
 from uefl.flower.fleet_connection import AppIdentity, FleetConnection, identify_app, require_flower_version
-from uefl.flower.guard import KeyFolder, open_listener, run_guard
+from uefl.flower.guard import open_listener, run_guard
 from uefl.flower.local_processes import find_free_port, open_local_federation
 from uefl.flower.node import LoggingRetrier, find_identity_error
 
@@ -93,8 +93,7 @@ def test_only_one_module_imports_modules_of_flower_that_are_not_public():
 def open_guard(coordinator: Path, port: int):
     """Run the guard of a coordinator in this process; no SuperLink runs behind it."""
     loop, listener = asyncio.new_event_loop(), open_listener("127.0.0.1", port)
-    keys, tls = KeyFolder(coordinator / "keys"), load_server_context(coordinator)
-    task = loop.create_task(run_guard(listener, keys, tls, coordinator / "ca.crt", find_free_port()))
+    task = loop.create_task(run_guard(listener, coordinator, load_server_context(coordinator), find_free_port()))
 
     def run():
         with listener:

@@ -124,6 +124,79 @@ def doctor(
     raise typer.Exit(0 if all(check.is_passed for check in checks) else 1)
 
 
+FederationFolder = Annotated[Path, typer.Argument(help="Folder that `uefl deploy init` wrote, with authority/ in it.")]
+
+
+@group.command()
+def renew(folder: FederationFolder) -> None:
+    """Issue all certificates again for the existing keys; restart serve.sh and the nodes afterwards.
+
+    Example: `uefl deploy renew hospitals`.
+    """
+    with _require_flower():
+        from uefl.flower.membership import renew_certificates
+    for path in renew_certificates(folder):
+        typer.echo(f"give to its silo: {path}")
+    typer.echo("restart serve.sh; every node needs its files before the old certificates expire")
+
+
+@group.command("add-silo")
+def add_silo(
+    folder: FederationFolder,
+    silo: Annotated[str, typer.Argument(help="Name of the new silo.")],
+    public_key: Annotated[
+        Path | None, typer.Option(help="key.pub that the silo created itself; without it a key is created.")
+    ] = None,
+) -> None:
+    """Write the folder of a new silo; run register.sh afterwards.
+
+    Example: `uefl deploy add-silo hospitals east`.
+    """
+    with _require_flower():
+        from uefl.flower import membership
+    typer.echo(f"written: {membership.add_silo(folder, silo, public_key)}; give it to the silo and run register.sh")
+    typer.echo("the silo joins with the next run: raise num_silos and change federation_name in federation.toml")
+
+
+@group.command("remove-silo")
+def remove_silo(folder: FederationFolder, silo: Annotated[str, typer.Argument(help="Name of the silo.")]) -> None:
+    """Delete the key of a silo at the coordinator; the guard rejects the silo from its next request on.
+
+    Example: `uefl deploy remove-silo hospitals east`.
+    """
+    with _require_flower():
+        from uefl.flower import membership
+    typer.echo(f"deleted: {membership.remove_silo(folder, silo)}")
+
+
+@group.command()
+def status(folder: Annotated[Path, typer.Argument(help="Folder of the coordinator.")]) -> None:
+    """Show the last contact of every silo, the last round, and rejected replies.
+
+    Example: `uefl deploy status hospitals/coordinator`.
+    """
+    with _require_flower():
+        from uefl.flower.federation_status import describe_status
+    for line in describe_status(folder):
+        typer.echo(line)
+
+
+@group.command()
+def result(
+    file: Annotated[Path, typer.Argument(help="federation.toml of a coordinator.")],
+    since: Annotated[float, typer.Option(help="Time in seconds; an older result is that of another run.")] = 0,
+) -> None:
+    """Print how the last run ended and exit with its code: 0, 1 (failed), 2 (wrong input) or 3 (can be resumed).
+
+    Example: `uefl deploy result hospitals/coordinator/federation.toml`. The script run.sh calls it.
+    """
+    with _require_flower():
+        from uefl.flower.federation_status import read_output_folder, read_result_since
+    outcome = read_result_since(read_output_folder(file), since)
+    typer.echo(f"run {outcome.status}{f': {outcome.message}' if outcome.message else ''}")
+    raise typer.Exit(outcome.exit_code)
+
+
 def _log_with_time_stamps() -> None:
     import logging
 

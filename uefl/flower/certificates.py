@@ -29,12 +29,23 @@ from uefl.core.errors import InputError
 
 VALID_DAYS = 825  # lifetime of a certificate; `uefl deploy renew` issues new ones
 WARNING_DAYS = 30  # an expiry is announced this long ahead
+PublicKey = ec.EllipticCurvePublicKey
 CERTIFICATE_FILES = ("ca.crt", "server.crt", "node.crt")
 
 
 def create_authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     """Create an authority: `ca.crt` is public; `ca.key` signs certificates and stays offline."""
     key = ec.generate_private_key(ec.SECP384R1())
+    write_secret_file(folder / "ca.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return _write_authority_certificate(folder, key), key
+
+
+def renew_authority(folder: Path) -> None:
+    """Issue the certificate of an authority again; certificates that its key signed stay valid."""
+    _write_authority_certificate(folder, load_authority(folder)[1])
+
+
+def _write_authority_certificate(folder: Path, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     name = _make_common_name("uefl certificate authority")
     key_usage = x509.KeyUsage(
         digital_signature=True,
@@ -55,8 +66,7 @@ def create_authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePr
         .sign(key, hashes.SHA384())
     )
     write_public_file(folder / "ca.crt", certificate.public_bytes(Encoding.PEM))
-    write_secret_file(folder / "ca.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    return certificate, key
+    return certificate
 
 
 def create_server_certificate(

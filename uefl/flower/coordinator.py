@@ -21,7 +21,7 @@ from uuid import uuid4
 from uefl.core.errors import InputError, ResumableError
 from uefl.flower.certificates import describe_expiry, load_server_context
 from uefl.flower.fleet_connection import require_flower_version
-from uefl.flower.guard import KeyFolder, open_listener, run_guard
+from uefl.flower.guard import open_listener, run_guard
 from uefl.flower.local_processes import list_marked_processes
 
 log = logging.getLogger("uefl")
@@ -67,9 +67,7 @@ async def _run_processes(options: CoordinatorOptions) -> None:
     command, tls = make_superlink_command(options), load_server_context(folder)
     with open_listener(options.host, options.port) as listener:
         superlink = await _start_superlink(command, token)
-        guard = asyncio.create_task(
-            run_guard(listener, KeyFolder(folder / "keys"), tls, folder / "ca.crt", options.superlink_port)
-        )
+        guard = asyncio.create_task(run_guard(listener, folder, tls, options.superlink_port))
         end, is_stopped = asyncio.create_task(_log_output(superlink)), asyncio.Event()
         stop = asyncio.create_task(is_stopped.wait())
         for number in (signal.SIGTERM, signal.SIGINT):

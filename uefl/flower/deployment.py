@@ -48,12 +48,16 @@ def list_hosts(address: str) -> list[str]:
     return list(dict.fromkeys([address, *LOOPBACK_HOSTS]))
 
 
-def write_silo(folder: Path, silo: str, address: str, port: int) -> Path:
-    """Write the folder of a silo with a new key, and its public key into the folder of the coordinator."""
+def write_silo(folder: Path, silo: str, address: str, port: int, own_key: Path | None = None) -> Path:
+    """Write the folder of a silo and its public key at the coordinator; create a key if it has none."""
     silo_folder, public_key = folder / "silos" / silo, folder / "coordinator" / "keys" / f"{silo}.pub"
     ca, ca_key = certificates.load_authority(folder / "authority")
     _write_silo_folder(silo_folder, silo, {"address": address, "port": port})
-    certificates.create_node_key(silo_folder / "key", public_key)
+    if own_key is None:
+        certificates.create_node_key(silo_folder / "key", public_key)
+    else:
+        certificates.load_public_key(own_key)  # an unreadable one is an error
+        shutil.copy(own_key, public_key)
     certificates.issue_node_certificate(silo_folder / "node.crt", silo, public_key, ca, ca_key)
     shutil.copy(folder / "authority" / "ca.crt", silo_folder / "ca.crt")
     return silo_folder
@@ -113,6 +117,12 @@ def _write_systemd_unit(folder: Path, unit: str, script: str, description: str) 
     (folder / unit).write_text(text)
 
 
+def check_name(name: str) -> None:
+    """Reject a name that is not safe as a part of paths and scripts."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
+        raise InputError(f"name '{name}' must be letters, digits, '.', '_' and '-', and start with a letter or digit")
+
+
 def _check_arguments(
     folder: Path, silos: Sequence[str], address: str, ports: tuple[int, int], federation_name: str
 ) -> None:
@@ -121,10 +131,7 @@ def _check_arguments(
     if not silos:
         raise InputError("a federation needs the name of at least one silo")
     for name in (*silos, federation_name):
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
-            raise InputError(
-                f"name '{name}' must be letters, digits, '.', '_' and '-', and start with a letter or digit"
-            )
+        check_name(name)
     if len(set(silos)) < len(silos) or "coordinator" in silos:
         raise InputError(f"silo names must be unique, and 'coordinator' is reserved: {', '.join(silos)}")
     if not re.fullmatch(r"[A-Za-z0-9.-]+", address):

@@ -35,7 +35,11 @@ flwr supernode list federation
 """
 
 RUN_COMMAND = """uefl deploy check federation.toml  # a mistake is one line and exit code 2, before anything starts
-exec flwr run "$here/app" federation --stream --run-config "$here/federation.toml"
+started="$(date +%s)"
+trap 'kill "$!"' TERM
+flwr run "$here/app" federation --stream --run-config "$here/federation.toml" &
+wait "$!"
+exec uefl deploy result federation.toml --since "$started"  # the exit code of the run; `flwr run` has none
 """
 
 RUN_CONFIG = """# Run configuration; overrides app/pyproject.toml. Starting the run again with this file resumes it.

@@ -30,6 +30,7 @@ from uefl.core.errors import InputError
 from uefl.core.untrusted_text import escape_text
 from uefl.flower.certificates import load_public_key
 from uefl.flower.connection_errors import GUARD_HEADER
+from uefl.flower.contacts import ContactFile
 from uefl.flower.fleet_connection import find_forged_sender
 
 log = logging.getLogger("uefl")
@@ -144,21 +145,24 @@ def read_header_key(headers: list[tuple[bytes, bytes]]) -> bytes:
     return encode_key(key)
 
 
-def check_request(request: h11.Request, certificate_key: bytes, keys: KeyFolder) -> None:
-    """Refuse a request unless it is one of a registered node to the interface for nodes."""
-    if keys.find_silo(certificate_key) is None:
+def check_request(request: h11.Request, certificate_key: bytes, keys: KeyFolder) -> str:
+    """Return the silo of a request; refuse it unless it is one of a registered node to the interface for nodes."""
+    silo = keys.find_silo(certificate_key)
+    if silo is None:
         raise Refusal(403, "the key of the certificate is not registered")
     if request.method != b"POST" or request.target not in ALLOWED_TARGETS:
         raise Refusal(403, "this path is not served")
     if read_header_key(list(request.headers)) != certificate_key:
         raise Refusal(403, "the node key is not that of the certificate")
+    return silo
 
 
 class Guard:
     """Accept connections of silos and forward their requests to the SuperLink."""
 
-    def __init__(self, keys: KeyFolder, tls: ssl.SSLContext, upstream: httpx.AsyncClient) -> None:
-        self._keys, self._tls, self._upstream = keys, tls, upstream
+    def __init__(self, folder: Path, tls: ssl.SSLContext, upstream: httpx.AsyncClient) -> None:
+        self._keys, self._contacts = KeyFolder(folder / "keys"), ContactFile(folder)
+        self._tls, self._upstream = tls, upstream
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -203,7 +207,7 @@ class Guard:
     async def _handle_requests(self, exchange: Exchange, key: bytes, peer: str) -> None:
         while (request := await exchange.read_request()) is not None:
             try:
-                check_request(request, key, self._keys)
+                self._contacts.add(check_request(request, key, self._keys), peer)
                 answer = await self._forward(request, await exchange.read_body())
             except Refusal as e:
                 silo = self._keys.find_silo(key) or "an unregistered key"
@@ -289,14 +293,14 @@ class Exchange:
         return event
 
 
-async def run_guard(listener: socket.socket, keys: KeyFolder, tls: ssl.SSLContext, ca_file: Path, port: int) -> None:
-    """Forward the requests of registered silos to the SuperLink at this port of 127.0.0.1."""
+async def run_guard(listener: socket.socket, folder: Path, tls: ssl.SSLContext, superlink_port: int) -> None:
+    """Forward the requests of the silos registered in this folder to the SuperLink at 127.0.0.1."""
     listener.setblocking(False)
-    context = ssl.create_default_context(cafile=str(ca_file))
+    context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
     async with httpx.AsyncClient(
-        base_url=f"https://127.0.0.1:{port}", verify=context, timeout=UPSTREAM_SECONDS, trust_env=False
+        base_url=f"https://127.0.0.1:{superlink_port}", verify=context, timeout=UPSTREAM_SECONDS, trust_env=False
     ) as upstream:
-        await Guard(keys, tls, upstream).serve(listener)
+        await Guard(folder, tls, upstream).serve(listener)
 
 
 def open_listener(host: str, port: int) -> socket.socket:
