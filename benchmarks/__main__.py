@@ -23,6 +23,7 @@ BENCHMARKS = {  # name: module with `run(options) -> Iterator[Measurement]`
     "cost": "benchmarks.cost",
     "many-clients": "benchmarks.many_clients",
     "large-network": "benchmarks.large_network",
+    "round-cost": "benchmarks.round_cost",
 }
 
 
