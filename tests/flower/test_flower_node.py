@@ -77,7 +77,7 @@ def test_the_app_of_a_coordinator_has_the_identity_of_the_installed_one(tmp_path
 def test_another_version_of_flower_is_rejected_in_one_line(monkeypatch):
     require_flower_version()
     monkeypatch.setattr(fleet_connection, "version", lambda _: "1.42.0")
-    with pytest.raises(InputError, match=r"^flwr 1\.42\.0 is installed, but uefl needs 1\.41: pip install"):
+    with pytest.raises(InputError, match=r"^flwr 1\.42\.0 is installed, but uefl needs 1\.41; install its extra"):
         require_flower_version()
 
 

@@ -52,7 +52,7 @@ def make_superlink_command(options: CoordinatorOptions) -> list[str]:
     """Return the command of the SuperLink."""
     program = shutil.which("flower-superlink", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if program is None:
-        raise InputError("flower-superlink is not in the PATH; pip install 'uefl[flower]'")
+        raise InputError("flower-superlink is not in the PATH; install uefl with its extra `flower`")
     folder = options.folder
     return [
         *(program, "--host", "127.0.0.1", "--port", str(options.superlink_port)),

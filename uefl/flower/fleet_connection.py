@@ -102,7 +102,7 @@ def require_flower_version() -> None:
     """Reject another version of Flower, because this file uses modules that change without notice."""
     installed = version("flwr")
     if installed.split(".")[:2] != FLOWER_VERSION.split("."):
-        raise InputError(f"flwr {installed} is installed, but uefl needs {FLOWER_VERSION}: pip install 'uefl[flower]'")
+        raise InputError(f"flwr {installed} is installed, but uefl needs {FLOWER_VERSION}; install its extra `flower`")
 
 
 def identify_app(folder: Path) -> AppIdentity:
