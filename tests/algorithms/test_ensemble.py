@@ -17,6 +17,7 @@ from harness import (
 )
 
 from uefl.algorithms.uefl import UEFL
+from uefl.core.metrics import compute_metrics
 from uefl.core.noise import normal
 from uefl.engines.serial import SerialEngine
 from uefl.models.network import Ensemble
@@ -86,3 +87,18 @@ def test_same_seed_gives_the_same_ensemble():
     method = UEFL(**SHORT_RUN, codebook=SMALL_CODEBOOK)
     one, again = (run_rounds(method, make_clients(method, ensemble_size=2))[0].model_state for _ in range(2))
     assert have_equal_bits(one, again)
+
+
+def test_quantization_error_is_the_mean_over_the_members():
+    """A larger ensemble does not have a larger L_code: the record is comparable with that of one network."""
+    method = UEFL(**SHORT_RUN, codebook=replace(SMALL_CODEBOOK, codebook_init="gaussian"))
+    clients = make_clients(method, ensemble_size=3, dropout=0.0)
+    broadcast = method.make_broadcast(clients, method.initialize_server(clients))._replace(participants=("ada",))
+    (reply,) = clients.query(method, "evaluate", broadcast, ("test",))
+    errors = []
+    with torch.no_grad():
+        for member in clients.net.eval().members:
+            segments = member.encode_segments(clients.silos["ada"].test.x)[0]
+            distance = torch.cdist(segments, member.codebook.codewords).min(1).values
+            errors.append(distance.square().mean() / 4)  # a segment has 4 channels
+    assert compute_metrics(reply.answers["test"])["quantization_error"] == pytest.approx(float(sum(errors)) / 3)

@@ -106,3 +106,15 @@ def test_batch_norm_of_the_received_model_does_not_change():
     method.loss(model, make_batch(dtype=torch.float32))
     assert all(torch.equal(before[n], t) for n, t in model.received_state.items())
     assert all(m.training for m in net.modules())
+
+
+def test_mixture_is_the_mean_of_a_pseudo_image_and_a_local_image_and_of_their_labels():
+    method, batch = make_method("fedbr", pseudo_data="mixture"), make_batch()
+    model = make_model(method)
+    partner = model.net.choice((12,), 12)
+    images = (model.extras[PSEUDO].double() + batch.x[partner]) / 2
+    targets = (torch.full((12, 3), 1 / 3).double() + F.one_hot(batch.y[partner], 3)) / 2
+    outputs = method.compute_outputs(model, batch)
+    assert torch.allclose(outputs.pseudo_targets, targets)
+    assert torch.allclose(outputs.pseudo_features, model.net.encode(images).mean(1))
+    assert not torch.equal(batch.y[partner], batch.y)

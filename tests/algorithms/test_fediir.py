@@ -1,5 +1,7 @@
 """FedIIR: a penalty on the distance between the classifier gradients of silos."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from harness import (
     make_batch,
     make_method,
     make_pattern_silos,
+    max_difference,
     run_method,
 )
 
@@ -37,6 +40,26 @@ def test_running_mean_starts_at_a_twentieth_of_the_mean_gradient():
     head = {n: p for n, p in net.named_parameters() if n.startswith(CLASSIFIER_PREFIX)}
     for name, gradient in zip(head, torch.autograd.grad(loss, list(head.values()))):
         assert torch.allclose(method_state[GRADIENT_PREFIX + name], 0.05 * gradient, atol=1e-12)
+
+
+def compute_mean_gradient(net):
+    """Return the gradient of the classifier over the training examples of all silos."""
+    x, y = concatenate_examples([silo.train for silo in make_pattern_silos()])
+    head = {GRADIENT_PREFIX + n: p for n, p in net.named_parameters() if n.startswith(CLASSIFIER_PREFIX)}
+    loss = F.cross_entropy(net(x.double()).logits[0], y)
+    return dict(zip(head, torch.autograd.grad(loss, list(head.values()))))
+
+
+def test_running_mean_decays_and_follows_the_gradient_of_each_rounds_model():
+    method, model = make_method("fediir", decay=0.75), replace(MLP_MODEL, dropout=0.0)
+    net = build_model(method, model).double().eval()
+    first = {n: 0.25 * g for n, g in compute_mean_gradient(net).items()}
+    after_one, after_two = (run_method(method, rounds=r, model=model, dtype=torch.float64).server for r in (1, 2))
+    net.load_state_dict(after_one.model_state)
+    expected = {n: 0.75 * first[n] + 0.25 * g for n, g in compute_mean_gradient(net).items()}
+    assert max_difference(method.make_extras(after_one), first) < 1e-12
+    assert max_difference(method.make_extras(after_two), expected) < 1e-12
+    assert max_difference(first, expected) > 1e-3
 
 
 def test_penalty_is_the_squared_distance_of_gradients():

@@ -18,7 +18,7 @@ from harness import (
 from torch import distributions, nn
 
 from uefl.algorithms.fedsr import PRIOR_PREFIX, ClassPrior
-from uefl.core.noise import Dropout
+from uefl.core.noise import Dropout, salt_noise_layers, set_noise_key
 from uefl.models.gaussian import Gaussian, kl_divergence
 
 
@@ -42,6 +42,18 @@ def test_loss_is_the_sum_of_its_three_terms():
     norm = q.mean.square().sum(1).sqrt().mean()
     divergence = kl_divergence(net.prior.scale_code(q), net.prior(batch.y)).mean()
     assert torch.allclose(method.loss(bind_model(net), batch), task_loss + 0.3 * norm + 0.2 * divergence)
+
+
+def test_loss_of_a_training_step_has_the_norm_of_the_sampled_code():
+    method, batch = make_method("fedsr", l2r=0.3, cmi=0.2), make_batch()
+    net = build_model(method, replace(MLP_MODEL, dropout=0.0)).double().train()
+    set_noise_key(salt_noise_layers(net), 7)
+    q = net.classifier.posterior(net.extract_features(batch.x))
+    z = net.classifier.sample(*q)  # the draw of key 7
+    divergence = kl_divergence(net.prior.scale_code(q), net.prior(batch.y)).mean()
+    expected = F.cross_entropy(net.classifier.head(z), batch.y) + 0.3 * z.norm(dim=1).mean() + 0.2 * divergence
+    assert torch.allclose(method.loss(bind_model(net), batch), expected)
+    assert abs(z.norm(dim=1).mean() - q.mean.norm(dim=1).mean()) > 0.1
 
 
 def test_code_with_deviation_near_zero_has_finite_loss_and_gradients():

@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import BATCH_NORM_MODEL, MLP_MODEL, make_method, make_pattern_silos, max_difference, run_method
+import torch.nn.functional as F
+from harness import (
+    BATCH_NORM_MODEL,
+    MLP_MODEL,
+    build_model,
+    make_method,
+    make_pattern_silos,
+    max_difference,
+    run_method,
+)
+from torch.func import functional_call
 
 from uefl.algorithms.scaffold import CONTROL_PREFIX, Scaffold, effective_steps
 from uefl.core.errors import InputError
@@ -91,3 +101,38 @@ def test_reply_with_invalid_extras_does_not_change_the_controls():
     for extras in ({}, {name: reply.extras[name]}, {**reply.extras, name: torch.zeros(1, 2, 3)}):
         after = method.update_method_state(run.server, [reply._replace(extras=extras)])
         assert max_difference(after.method_state, run.server.method_state) == 0
+
+
+def run_scaffold_by_hand(net, silos, *, rounds, steps, lr):
+    """Run SCAFFOLD, option II, with full batches; return the weights and the controls of the server."""
+    weights = {n: p.detach().clone() for n, p in net.named_parameters()}
+    c = {n: torch.zeros_like(p) for n, p in weights.items()}
+    controls, total = [dict(c) for _ in silos], sum(len(silo.train.y) for silo in silos)
+    for _ in range(rounds):
+        trained, changes = [], []
+        for k, silo in enumerate(silos):
+            y = {n: p.clone().requires_grad_() for n, p in weights.items()}
+            for _ in range(steps):
+                loss = F.cross_entropy(functional_call(net, y, silo.train.x.double()).logits[0], silo.train.y)
+                gradients = dict(zip(y, torch.autograd.grad(loss, list(y.values()))))
+                y = {n: (y[n] - lr * (gradients[n] + c[n] - controls[k][n])).detach().requires_grad_() for n in y}
+            new = {n: controls[k][n] - c[n] + (weights[n] - y[n].detach()) / (steps * lr) for n in y}
+            changes.append({n: new[n] - controls[k][n] for n in y})
+            controls[k] = new
+            trained.append((len(silo.train.y) / total, y))
+        weights = {n: sum(share * y[n].detach() for share, y in trained) for n in weights}
+        c = {n: c[n] + sum(change[n] for change in changes) / len(silos) for n in c}
+    return weights, c
+
+
+def test_three_rounds_equal_the_algorithm_written_out():
+    silos, model = make_pattern_silos(), replace(MLP_MODEL, dropout=0.0)
+    local = LocalTraining(optimizer="sgd", lr=0.1, momentum=0.0, batch_size=64, epochs=2)
+    method = make_method("scaffold", local=local, rounds=3, iterations=1)
+    server = run_method(method, silos, model=model, dtype=torch.float64).server
+    net = build_model(method, model).double().train()
+    weights, controls = run_scaffold_by_hand(net, silos, rounds=3, steps=2, lr=0.1)
+    assert max_difference(server.model_state, weights) < 1e-12
+    assert max_difference(method.make_extras(server), {CONTROL_PREFIX + n: c for n, c in controls.items()}) < 1e-12
+    fedavg = run_method(replace(make_method("fedavg", rounds=3, iterations=1), local=local), silos, model=model)
+    assert max_difference(fedavg.server.model_state, weights) > 1e-3  # the correction matters here

@@ -66,13 +66,27 @@ def test_cross_entropy_uses_shifted_virtual_labels_and_alignment_unshifted_ones(
     assert torch.allclose(contrasted - expected, 0.1 * supervised_contrastive_loss(f[12:], virtual_classes, 0.07))
 
 
-def test_alignment_has_no_gradient_for_detached_virtual_features():
-    torch.manual_seed(0)
-    f = torch.randn(4, 3, requires_grad=True)
-    y = torch.tensor([0, 1, 0, 1])
-    supervised_contrastive_loss(torch.cat([f[:2], f[2:].detach()]), y, 0.07).backward()
-    assert f.grad[:2].abs().sum() > 0
-    assert f.grad[2:].abs().sum() == 0
+def test_alignment_moves_real_features_to_virtual_ones_and_not_the_reverse():
+    """The gradient of the encoder is that of a loss in which the virtual features are constants."""
+    batch = make_batch()
+    aligned = make_method("vhl", virtual_weight=0.0, contrast_weight=0.0)
+    net = build_model(aligned, MLP_MODEL).double().eval()
+    images, weight = make_noise_images(0, VIRTUAL, 3, 5, 1), net.encoder.layers[1].weight
+    indices = net.choice((12,), 15)
+    real = F.normalize(net.extract_features(batch.x), dim=1)
+    virtual = F.normalize(net.extract_features(images[indices].double()), dim=1)
+    labels, task_loss = torch.cat([batch.y, indices // 5]), F.cross_entropy(net(batch.x).logits[0], batch.y)
+
+    def compute_gradient(loss):
+        return torch.autograd.grad(loss, weight, retain_graph=True)[0]
+
+    constant, moving = (
+        compute_gradient(task_loss + supervised_contrastive_loss(torch.cat([real, targets]), labels, 0.07))
+        for targets in (virtual.detach(), virtual)
+    )
+    gradient = compute_gradient(aligned.loss(bind_model(net, extras={VIRTUAL: images}), batch))
+    assert torch.allclose(gradient, constant, atol=1e-12)
+    assert not torch.allclose(gradient, moving, atol=1e-3)
 
 
 def test_alignment_ends_after_a_number_of_local_epochs():

@@ -57,6 +57,17 @@ def test_reduction_sum_sums_over_the_channels_of_a_token():
     assert quantized.commitment_loss.item() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("segments", [1, 2, 4])
+def test_reduction_sum_does_not_depend_on_the_number_of_segments(segments):
+    """‖·‖² is that of a whole token, however many codewords it consists of."""
+    z = torch.tensor([[[0.8, 0.6, 0.1, 0.3], [0.9, 0.2, 0.3, 0.4]]], requires_grad=True)
+    ones_and_zeros = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * (4 // segments)).reshape(-1, 4 // segments)
+    quantized = make_codebook(ones_and_zeros.tolist(), segments, 4, "sum")(z)
+    expected = (0.2**2 + 0.4**2 + 0.1**2 + 0.3**2 + 0.1**2 + 0.2**2 + 0.3**2 + 0.4**2) / 2  # per token, of two
+    assert quantized.commitment_loss.item() == pytest.approx(expected)
+    assert quantized.codebook_loss.item() == pytest.approx(expected)
+
+
 def test_commitment_loss_trains_only_the_features():
     codebook, z = make_codebook(TWO_CODEWORDS), torch.tensor([[[0.8, 0.6]]], requires_grad=True)
     codebook(z).commitment_loss.backward()

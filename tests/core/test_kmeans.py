@@ -116,6 +116,14 @@ def test_empty_cluster_moves_to_the_point_farthest_from_its_centroid(monkeypatch
     assert sorted(clusters.counts.tolist()) == [2, 3]
 
 
+def test_empty_cluster_moves_to_the_point_with_the_largest_weighted_distance(monkeypatch):
+    """From the centroid 5, the weighted squared distances are 5 · 25, 1 · 25 and 0.1 · 81."""
+    points, weights = torch.tensor([[0.0], [10.0], [14.0]]), torch.tensor([5.0, 1.0, 0.1])
+    monkeypatch.setattr(kmeans_module, "_seed_centroids", lambda *_: torch.tensor([[5.0], [-100.0]]))
+    clusters = kmeans(points, 2, noise_key=0, sample_weights=weights, max_iterations=1)
+    assert clusters.centroids.flatten().tolist() == pytest.approx([(10 + 1.4) / 6.1, 0.0])
+
+
 def test_no_cluster_is_empty_on_real_features(features):
     assert kmeans(features["encoder"], 256, noise_key=0).counts.min() >= 1
 

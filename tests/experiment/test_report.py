@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from uefl.core.metrics import METRICS
-from uefl.experiment.comparison import print_results
+from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, print_results, select_better_fedavg
 from uefl.experiment.progress import ProgressDisplay
 from uefl.experiment.report import describe_decision, make_comparison_table, print_runs
 from uefl.experiment.run_folder import RunFolder
@@ -19,7 +19,7 @@ from uefl.experiment.seeds import format_mean_stderr, format_seed_table, parse_s
 LEGEND = "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is better)"
 
 
-def write_run(path, *, num_codewords, accuracy=0.5, rejected=False):
+def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=False):
     """Write the files of a finished run that tables read."""
     metrics = {"accuracy": accuracy, "entropy": 0.25, "perplexity": 3.4}
     silos = {name: {"domain": "x", **metrics, "num_codewords": num_codewords} for name in ("ada", "bob")}
@@ -27,7 +27,9 @@ def write_run(path, *, num_codewords, accuracy=0.5, rejected=False):
     extensions = [{"round": 3, "uncertain_silos": ["ada"], "new_codewords": {"ada": 8}}] if num_codewords else []
     path.mkdir()
     folder = RunFolder(path)
-    folder.write_summary({"mean of last 5": {**means, "silos": silos}, "extensions": extensions})
+    folder.write_summary(
+        {"mean of last 5": {**means, "silos": silos}, "extensions": extensions, "validation_accuracy": validation}
+    )
     silo = {"bytes_up": 1, **({"rejected": "not finite"} if rejected else {})}
     folder.records_path.write_text(json.dumps({"round": 1, "silos": {"ada": silo, "bob": silo}}) + "\n")
     return path
@@ -62,6 +64,21 @@ def test_the_labels_are_explained_under_the_table(tmp_path):
     text = capture(lambda console: print_results({"fedavg": fedavg}, tmp_path, console))
     assert f"{LEGEND}\nrun folder: {fedavg}\nfigure:     {fedavg / 'figure.png'}\n" in text
     assert "mP" not in text
+
+
+@pytest.mark.parametrize(("validation", "selected"), [(0.8, "fedavg"), (0.6, FEDAVG_NO_LAYER_NORM)])
+def test_the_better_fedavg_is_the_one_with_the_higher_validation_accuracy(tmp_path, validation, selected):
+    """On test images the other one is better, which must not matter."""
+    accuracy = 0.1 if selected == "fedavg" else 0.9
+    folders = {
+        "fedavg": write_run(tmp_path / "layer", num_codewords=0, accuracy=accuracy, validation=validation),
+        "uefl": write_run(tmp_path / "uefl", num_codewords=8),
+        FEDAVG_NO_LAYER_NORM: write_run(tmp_path / "none", num_codewords=0, accuracy=0.5, validation=0.7),
+    }
+    chosen = []
+    text = capture(lambda console: chosen.append(select_better_fedavg(folders, console)))
+    assert list(chosen[0]) == [selected, "uefl"]
+    assert f"fedavg {validation:.3f}, fedavg, no layer norm 0.700. The better one is reported." in text
 
 
 def test_rounds_without_a_usable_reply_are_reported(tmp_path):
@@ -132,15 +149,15 @@ def test_the_table_of_seeds_has_means_with_standard_errors_and_every_seed():
         return {"name": name, "mean of last 5": means, **fields}
 
     rows = format_seed_table(
-        [make_run("fedavg", seed, 0.5 + seed / 10, 0.7) for seed in (0, 1)]
-        + [make_run("fedavg, no layer norm", seed, 0.5, 0.6) for seed in (0, 1)]
+        [make_run("fedavg", seed, 0.5 + seed / 10, 0.6) for seed in (0, 1)]
+        + [make_run("fedavg, no layer norm", seed, 0.5, 0.7) for seed in (0, 1)]  # worse on test images
     ).splitlines()
     assert rows == [
         "| mean of last 5 rounds | mA | mE | mP | mA, seeds 0, 1 | mE, seeds 0, 1 |",
         "|---|---|---|---|---|---|",
-        "| fedavg (better by validation) | 0.5500 ± 0.0500 | 0.2500 ± 0.0000 | 3.4 ± 0.0 "
-        "| 0.5000 0.6000 | 0.2500 0.2500 |",
-        "| fedavg, no layer norm | 0.5000 ± 0.0000 | 0.2500 ± 0.0000 | 3.4 ± 0.0 | 0.5000 0.5000 | 0.2500 0.2500 |",
+        "| fedavg | 0.5500 ± 0.0500 | 0.2500 ± 0.0000 | 3.4 ± 0.0 | 0.5000 0.6000 | 0.2500 0.2500 |",
+        "| fedavg, no layer norm (better by validation) | 0.5000 ± 0.0000 | 0.2500 ± 0.0000 | 3.4 ± 0.0 "
+        "| 0.5000 0.5000 | 0.2500 0.2500 |",
         "",
         f"{LEGEND}; mP: mean perplexity of codeword use",
     ]

@@ -7,22 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import TINY_SETTINGS, drop_seconds
+from harness import SHORT_RUN, TINY_SETTINGS, drop_seconds, make_clients
 
+from uefl.algorithms.fedavg import FedAvg
 from uefl.cli.show import show
 from uefl.core.errors import InputError
 from uefl.engines import ENGINES
 from uefl.experiment import records
-from uefl.experiment.checkpoint import load_tensors, save_tensors
+from uefl.experiment.checkpoint import load_tensors, save_checkpoint, save_tensors
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.loading import load
 from uefl.experiment.parsing import parse_experiments
-from uefl.experiment.run import run
+from uefl.experiment.run import RunContext, run, run_with_clients
 from uefl.experiment.run_folder import RunFolder
 
 COMMAND = [sys.executable, "-m", "uefl.cli.main", "run", "uefl", *TINY_SETTINGS]
@@ -71,6 +73,34 @@ def test_a_run_killed_several_times_ends_with_the_same_bits(whole: RunFolder, tm
     assert folder.model_path.read_bytes() == whole.model_path.read_bytes()
     resumed, expected = ([*map(drop_seconds, records.read_records(f.records_path))] for f in (folder, whole))
     assert resumed == expected
+
+
+@pytest.mark.parametrize("crash", [1, 2, 4])
+def test_a_crash_between_records_and_checkpoint_duplicates_no_record(
+    crash: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records of a round are on the disk, its checkpoint is not: the resumed run writes them anew."""
+    experiment, calls = Experiment(method=FedAvg(**SHORT_RUN)), []
+    domains = dict(make_clients(experiment.method).domains)
+    context = RunContext("fingerprint", domains, ("rows", "columns", "checkers"), (1, 8, 8))
+
+    def crash_once(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == crash:
+            raise MemoryError
+        save_checkpoint(*args)
+
+    def start() -> Path:
+        return run_with_clients(experiment, tmp_path, context, lambda: nullcontext(make_clients(experiment.method)))
+
+    monkeypatch.setattr("uefl.experiment.run.save_checkpoint", crash_once)
+    with pytest.raises(MemoryError):
+        start()
+    folder = RunFolder(start())
+    run_records = records.read_records(folder.records_path)
+    assert [record["round"] for record in run_records] == [1, 2, 3, 4, 5]
+    assert len(calls) == 6  # one round was repeated
+    assert folder.read_summary()["bytes_up"] == sum(record["bytes_up"] for record in run_records)
 
 
 def test_a_run_folder_contains_all_files_and_record_keys(whole: RunFolder) -> None:
