@@ -2,12 +2,13 @@
 # make deploy-demo   three silos on this machine, over TLS, on Flower
 # make bench NAME=kmeans   measures one thing beside its peers, see benchmarks/README.md
 # make test   sets up, lints, type-checks and tests; .ci/run calls it
+# make mutants   breaks the code on purpose and checks that the tests notice; minutes, outside CI
 PYTHON ?= python3
 BIN := .venv/bin
 # One torch thread a process: two on shared cores can be many times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo deploy-demo test test-real bench format clean
+.PHONY: demo deploy-demo test test-real mutants bench format clean
 
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -36,6 +37,9 @@ test: .venv/ready
 
 test-real: .venv/ready
 	$(BIN)/python -m pytest -m "real or gpu" -ra
+
+mutants: .venv/ready
+	$(BIN)/python -m mutants
 
 .venv/bench: .venv/ready benchmarks/requirements.txt
 	$(PIP) -r benchmarks/requirements.txt
