@@ -23,3 +23,11 @@ def test_members_of_an_ensemble_are_merged_separately():
         Centroids(torch.tensor([[[8.0]], [[20.0]]]), torch.tensor([[3.0], [1.0]])),
     ]
     assert merge_centroids(pieces, 1, seed=0).flatten().tolist() == [6.0, 12.5]
+
+
+def test_merge_depends_on_the_seed():
+    """K-means of many points has many local optima; without the seed, a spread over seeds would leave this out."""
+    points = torch.randn(1, 200, 4, generator=torch.Generator().manual_seed(0))
+    one, again, other = (merge_centroids([Centroids(points, torch.ones(1, 200))], 20, seed=s) for s in (0, 0, 1))
+    assert torch.equal(one, again)
+    assert not torch.allclose(one.sort(1).values, other.sort(1).values, atol=1e-3)

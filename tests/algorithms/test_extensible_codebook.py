@@ -297,6 +297,16 @@ def test_extension_adds_a_constant_number_or_doubles_the_largest_codebook():
     assert most[2] == 24
 
 
+def test_number_of_doubled_codewords_is_that_of_the_receiver_with_most():
+    """Ada has 6 codewords and bob 10: extended together, both receive 10 (D23)."""
+    method = make_uefl(replace(SMALL_CODEBOOK, codebook_init="gaussian", extension_growth="double"))
+    clients = make_clients(method)
+    own = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(0))
+    server = add_codewords(method.initialize_server(clients), ("bob",), own)
+    after = method.codebook.extend_codebook(method, clients, server, ("ada", "bob"))
+    assert after.access.sum(1).tolist() == [6 + 10, 10 + 10, 6, 6]
+
+
 def test_retention_newest_revokes_earlier_codewords_of_the_silo():
     method = make_uefl(replace(SMALL_CODEBOOK, retention="newest"), iterations=3)
     _, first = run_iterations(method, make_clients(method), 1)
@@ -352,6 +362,8 @@ def test_gaussian_initial_codebook_is_shared_from_the_first_round():
     assert server.access.tolist() == [[True] * 6] * 4
     expected = normal(derive_key(0, 0, addresses.INITIAL_CODEWORDS), (1, 6, 4))[0]
     assert torch.equal(server.model_state[CODEWORDS], expected)
+    other_seed = method.initialize_server(make_clients(method, seed=1)).model_state[CODEWORDS]
+    assert torch.equal(other_seed, normal(derive_key(1, 0, addresses.INITIAL_CODEWORDS), (1, 6, 4))[0])
     _, records = run_rounds(method, make_clients(method))
     assert [record["silos"]["ada"]["num_codewords"] for record in records[:3]] == [6, 6, 6]
 

@@ -1,6 +1,7 @@
 """The round that every method shares: local training, averaging, participation, batch norm and optimizer state."""
 
 import copy
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -110,6 +111,19 @@ def test_clients_per_round_are_drawn_anew_and_only_they_change_the_model():
     # All silos evaluate, some train.
     assert all("accuracy" in silo for record in records for silo in record["silos"].values())
     assert [tuple(record["participants"]) for record in records] == participants[: method.total_rounds]
+
+
+def test_participants_depend_on_the_seed_and_every_silo_takes_part_equally_often():
+    method = FedAvg(**SHORT_RUN, clients_per_round=1)
+    draws = []
+    for seed in (0, 1):
+        clients = make_clients(method, seed=seed)
+        server = method.initialize_server(clients)
+        draws.append([method.select_participants(clients, server.replace(round=r)) for r in range(400)])
+    assert draws[0] != draws[1]
+    counts = Counter(name for (name,) in draws[0])
+    # A binomial count of 400 draws with chance 1/4 has deviation 8.7: 100 ± 4.6 deviations.
+    assert all(60 <= counts[name] <= 140 for name in ("ada", "bob", "cyd", "dan"))
 
 
 def test_local_batch_norm_is_never_sent_and_differs_between_silos():

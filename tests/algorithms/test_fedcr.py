@@ -10,6 +10,7 @@ from harness import (
     MLP_MODEL,
     bind_model,
     build_model,
+    have_equal_bits,
     make_batch,
     make_method,
     make_pattern_silos,
@@ -95,3 +96,33 @@ def test_gradients_are_clipped_at_norm_10():
     small, large = {"a": torch.ones(4), "b": torch.ones(5)}, {"a": torch.full((4,), 50.0), "b": torch.full((5,), 50.0)}
     assert all(torch.equal(method.adjust_gradients(model, small)[n], small[n]) for n in small)
     assert torch.cat(list(method.adjust_gradients(model, large).values())).norm() == pytest.approx(10, rel=1e-4)
+
+
+def test_updated_prior_is_the_product_of_experts_and_an_unseen_class_keeps_its_prior():
+    """Two silos with classes 0 and 1, and a share b of the new prior: (1 − b) old + b new."""
+    method = make_method("fedcr", prior_update_rate=0.75)
+    generator = torch.Generator().manual_seed(0)
+    old = {PRIOR_MEAN: torch.randn(3, 8, generator=generator), PRIOR_DEVIATION: torch.rand(3, 8, generator=generator)}
+    run = run_method(method, rounds=1)
+    sent = []
+    for _ in range(2):
+        deviation, mean = 0.1 + torch.rand(3, 8, generator=generator), torch.randn(3, 8, generator=generator)
+        precision = deviation.pow(-2)
+        precision[2] = 0
+        sent.append({"precision": precision, "shift": precision * mean})
+    replies = [run.clients.replies[0]._replace(extras=extras) for extras in sent]
+    new = method.update_method_state(run.server.replace(method_state=old), replies).method_state
+    total = 1 + sent[0]["precision"] + sent[1]["precision"]
+    mean, deviation = (sent[0]["shift"] + sent[1]["shift"]) / total, total.pow(-0.5)
+    assert torch.allclose(new[PRIOR_MEAN][:2], (0.25 * old[PRIOR_MEAN] + 0.75 * mean)[:2])
+    assert torch.allclose(new[PRIOR_DEVIATION][:2], (0.25 * old[PRIOR_DEVIATION] + 0.75 * deviation)[:2])
+    assert all(torch.equal(new[name][2], old[name][2]) for name in old)
+
+
+def test_last_round_trains_no_weight_of_the_body_at_a_silo():
+    run = run_method(make_method("fedcr"), model=MLP_MODEL)
+    body = {n: t for n, t in run.server.model_state.items() if not n.startswith(HEAD_PREFIX)}
+    last_replies = run.clients.replies[-3:]
+    assert all(have_equal_bits(reply.tensors, body) for reply in last_replies)
+    first_replies = run.clients.replies[:3]
+    assert not any(have_equal_bits(reply.tensors, body) for reply in first_replies)

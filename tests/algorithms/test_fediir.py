@@ -91,6 +91,20 @@ def test_penalty_has_a_gradient_for_the_encoder():
     assert float(gradient[0, 0]) == pytest.approx(float(above - below) / 2e-5, rel=1e-3, abs=1e-9)
 
 
+def test_encoder_is_trained_by_the_penalty_too():
+    method, batch = make_method("fediir", penalty_weight=0.5), make_batch()
+    net = build_model(method, MLP_MODEL).double().eval()
+    head = {n: p for n, p in net.named_parameters() if n.startswith(CLASSIFIER_PREFIX)}
+    model = bind_model(net, extras={GRADIENT_PREFIX + n: torch.full_like(p, 0.01) for n, p in head.items()})
+    weight = net.encoder.layers[1].weight
+    task_loss = F.cross_entropy(net(batch.x).logits[0], batch.y)
+    gradients = torch.autograd.grad(task_loss, list(head.values()), create_graph=True)
+    expected = task_loss + 0.5 * sum((g - 0.01).square().sum() for g in gradients)
+    (gradient,) = torch.autograd.grad(method.loss(model, batch), weight)
+    assert torch.allclose(gradient, torch.autograd.grad(expected, weight, retain_graph=True)[0], atol=1e-12)
+    assert not torch.allclose(gradient, torch.autograd.grad(task_loss, weight)[0], atol=1e-4)
+
+
 def test_both_messages_of_a_round_are_counted():
     fediir, fedavg = (run_method(make_method(name)).records[0] for name in ("fediir", "fedavg"))
     assert fediir["bytes_up"] > fedavg["bytes_up"]

@@ -45,17 +45,17 @@ def test_control_of_the_server_is_the_mean_over_silos(clients_per_round):
             assert torch.allclose(control, mean, atol=1e-12)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_control_of_a_silo_is_its_mean_gradient_of_the_round(momentum):
-    """If the gradient is constant, c_k is exactly that gradient, with and without momentum."""
-    local = LocalTraining(optimizer="sgd", lr=0.1, momentum=momentum, batch_size=12, epochs=2)
+@pytest.mark.parametrize(("momentum", "schedule"), [(0.0, "constant"), (0.9, "constant"), (0.0, "cosine")])
+def test_control_of_a_silo_is_its_mean_gradient_of_the_round(momentum, schedule):
+    """If the gradient is constant, c_k is exactly that gradient, with and without momentum, at every learning rate."""
+    local = LocalTraining(optimizer="sgd", lr=0.1, momentum=momentum, batch_size=12, epochs=2, schedule=schedule)
 
     class ConstantGradient(Scaffold):
         def loss(self, model, batch):
             del batch
             return sum((3.0 * p).sum() for p in model.params.values())
 
-    method = ConstantGradient(rounds=1, iterations=1, mc_samples=2, local=local)
+    method = ConstantGradient(rounds=2, iterations=1, mc_samples=2, local=local)
     for client_state in run_method(method, model=MLP_MODEL, dtype=torch.float64).clients.client_states.values():
         for name, control in client_state.items():
             if name.startswith(CONTROL_PREFIX):

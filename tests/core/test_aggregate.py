@@ -47,7 +47,7 @@ def test_tensors_that_no_silo_sends_keep_their_values():
 
 def test_integers_are_rounded_and_dtypes_are_preserved():
     mean = WeightedMean({"n": torch.tensor(0), "h": torch.zeros(1, dtype=torch.float16)})
-    for n, weight in ((3, 1), (6, 2)):
+    for n, weight in ((4, 1), (5, 2)):  # 14 thirds
         mean.add({"n": torch.tensor(n), "h": torch.ones(1, dtype=torch.float16)}, weight, make_access_row())
     result = mean.result()
     assert result["n"].dtype == torch.int64

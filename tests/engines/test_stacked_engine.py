@@ -45,6 +45,8 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
         replace(UEFL_METHOD, local=replace(LOCAL, optimizer="adamw", weight_decay=0.1, schedule="cosine")),
         {},
     ),
+    "several evaluation batches": (FedAvg(**{**SHORT_RUN, "local": replace(LOCAL, eval_batch_size=5)}), {}),
+    "scaffold, two epochs": (METHODS["scaffold"](**{**SHORT_RUN, "local": replace(CLIPPED_SGD, max_grad_norm=0)}), {}),
     "local batch norm": (replace(UEFL_METHOD, batch_norm="local"), {}),
     "ensemble": (UEFL_METHOD, {"ensemble_size": 2}),
     "augmentation": (UEFL_METHOD, {"augment": "crop:2+flip"}),

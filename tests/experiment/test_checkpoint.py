@@ -12,6 +12,7 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.references import LocalOnly
 from uefl.algorithms.scaffold import Scaffold
 from uefl.algorithms.uefl import UEFL
+from uefl.core.errors import ResumableError
 from uefl.core.federation import ServerState
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked.stacked_engine import StackedEngine
@@ -109,6 +110,15 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
                 write_text(tmp_path / "t", "new")
         assert load_checkpoint(tmp_path / "c", "cpu")[0].round == 4
         assert (tmp_path / "t").read_text() == "old"
+
+
+@pytest.mark.parametrize("owner", ["model_state", "method_state"])
+def test_a_state_that_is_not_finite_never_replaces_a_checkpoint(owner, tmp_path):
+    save_checkpoint(tmp_path / "c", make_server(), {})
+    infinite = make_server().replace(round=5, **{owner: {"w": torch.tensor([1.0, torch.inf])}})
+    with pytest.raises(ResumableError, match=r"round 5: w of .* is not finite; the previous checkpoint is kept"):
+        save_checkpoint(tmp_path / "c", infinite, {})
+    assert load_checkpoint(tmp_path / "c", "cpu")[0].round == 4
 
 
 def test_tensors_are_saved_with_metadata(tmp_path):

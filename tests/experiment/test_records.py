@@ -152,6 +152,14 @@ def test_the_summary_is_the_mean_of_the_last_five_the_last_and_the_best_by_valid
     assert summary["kmeans_seconds"] == 3.5
 
 
+def test_codewords_of_a_summary_are_those_of_the_last_round():
+    records = [make_record(i + 1, {"ada": 0.5}, (0.5,)) for i in range(3)]
+    for record, num_codewords in zip(records, (3, 3, 9)):
+        record["silos"]["ada"]["num_codewords"] = num_codewords
+    summary = summarize_records(records, {"ada": "x"})
+    assert summary["mean of last 5"]["silos"]["ada"]["num_codewords"] == 9
+
+
 def test_a_round_without_validation_accuracy_is_not_the_best():
     records = [make_record(i + 1, {"ada": 0.1 * (i + 1)}, (v,)) for i, v in enumerate((None, 0.7, 0.6))]
     summary = summarize_records(records, {"ada": "x"})

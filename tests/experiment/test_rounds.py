@@ -5,8 +5,10 @@ from harness import NUM_CLASSES, SHORT_RUN, have_equal_bits, make_clients, make_
 
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import InputError
+from uefl.engines.serial import SerialEngine
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.train import train
+from uefl.models.network import Net, initialize_network
 
 
 def test_the_loop_yields_every_round_with_its_records():
@@ -46,3 +48,11 @@ def test_training_reports_every_record():
 def test_training_rejects_engines_that_need_an_experiment():
     with pytest.raises(InputError, match="unknown engine 'flower'; known: auto, serial, stacked, compiled"):
         train(FedAvg(), make_striped_silos(), make_encoder(), num_classes=NUM_CLASSES, engine="flower")
+
+
+def test_training_with_a_seed_is_the_federation_with_that_seed():
+    method, silos, encoder = FedAvg(**SHORT_RUN), make_striped_silos(), make_encoder()
+    result = train(method, silos, encoder, num_classes=NUM_CLASSES, hidden_size=16, seed=3)
+    net = initialize_network(3, lambda: Net(encoder, NUM_CLASSES, (1, 8, 8), hidden_size=16), method.adapt_network)
+    *_, server = iterate_rounds(method, SerialEngine(silos, net, seed=3))
+    assert have_equal_bits(result.server.model_state, server.model_state)

@@ -59,6 +59,14 @@ def kill_run(out: Path, file_name: str) -> None:
     process.communicate()
 
 
+def run_striped_silos(root: Path, method: FedAvg | None = None, **fields: str) -> Path:
+    """Run FedAvg, or another method, on four small silos in this process; fields are those of the context."""
+    experiment = Experiment(method=method or FedAvg(**SHORT_RUN))
+    clients = make_clients(experiment.method)
+    context = RunContext("fingerprint", dict(clients.domains), ("rows", "columns", "checkers"), (1, 8, 8), **fields)
+    return run_with_clients(experiment, root, context, lambda: nullcontext(clients))
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return RunFolder(finish_run(tmp_path_factory.mktemp("whole")))
@@ -80,9 +88,7 @@ def test_a_crash_between_records_and_checkpoint_duplicates_no_record(
     crash: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The records of a round are on the disk, its checkpoint is not: the resumed run writes them anew."""
-    experiment, calls = Experiment(method=FedAvg(**SHORT_RUN)), []
-    domains = dict(make_clients(experiment.method).domains)
-    context = RunContext("fingerprint", domains, ("rows", "columns", "checkers"), (1, 8, 8))
+    calls = []
 
     def crash_once(*args: Any) -> None:
         calls.append(args)
@@ -90,17 +96,33 @@ def test_a_crash_between_records_and_checkpoint_duplicates_no_record(
             raise MemoryError
         save_checkpoint(*args)
 
-    def start() -> Path:
-        return run_with_clients(experiment, tmp_path, context, lambda: nullcontext(make_clients(experiment.method)))
-
     monkeypatch.setattr("uefl.experiment.run.save_checkpoint", crash_once)
     with pytest.raises(MemoryError):
-        start()
-    folder = RunFolder(start())
+        run_striped_silos(tmp_path)
+    folder = RunFolder(run_striped_silos(tmp_path))
     run_records = records.read_records(folder.records_path)
     assert [record["round"] for record in run_records] == [1, 2, 3, 4, 5]
     assert len(calls) == 6  # one round was repeated
     assert folder.read_summary()["bytes_up"] == sum(record["bytes_up"] for record in run_records)
+
+
+def test_a_resumed_run_has_the_states_of_its_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every silo has its own batch norm: a run that is resumed without these tensors ends with other weights."""
+    method, calls = FedAvg(**SHORT_RUN, batch_norm="local"), []
+    whole_run = RunFolder(run_striped_silos(tmp_path / "whole", method))
+
+    def crash_once(*args: Any) -> None:
+        save_checkpoint(*args)
+        calls.append(args)
+        if len(calls) == 3:
+            raise MemoryError
+
+    monkeypatch.setattr("uefl.experiment.run.save_checkpoint", crash_once)
+    with pytest.raises(MemoryError):
+        run_striped_silos(tmp_path / "resumed", method)
+    resumed = RunFolder(run_striped_silos(tmp_path / "resumed", method))
+    assert len(calls) == 5
+    assert resumed.model_path.read_bytes() == whole_run.model_path.read_bytes()
 
 
 def test_a_run_folder_contains_all_files_and_record_keys(whole: RunFolder) -> None:
@@ -153,6 +175,20 @@ def test_a_run_is_resumed_only_with_the_versions_and_device_of_its_start(tmp_pat
     header.write_text(json.dumps({**json.loads(header.read_text()), "torch": "1.0"}))
     with pytest.raises(InputError, match=r"was started with torch 1\.0"):
         run(tiny_experiment(), tmp_path)
+
+
+@pytest.mark.parametrize("field", ["engine", "device"])
+def test_a_run_is_resumed_only_with_the_engine_and_device_of_its_start(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("uefl.experiment.run.save_checkpoint", crash)
+    with pytest.raises(MemoryError):
+        run_striped_silos(tmp_path)
+    with pytest.raises(InputError, match=f"was started with {field} .*, but {field} is now other"):
+        run_striped_silos(tmp_path, **{field: "other"})
 
 
 def downgrade(values: dict[str, Any]) -> dict[str, Any]:
