@@ -4,18 +4,17 @@ import subprocess
 import sys
 
 import pytest
+from harness import import_or_skip
 
-pytest.importorskip("mutants", reason="mutants/ is not part of the package")
-from mutants.breakages import LISTS, ROOT, find_mismatch, read_breakages
-
-BREAKAGES = read_breakages()
+mutants = import_or_skip("mutants.breakages", reason="mutants/ is not part of the package")
+BREAKAGES = mutants.read_breakages()
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.name)
 def test_every_breakage_fits_the_code_and_changes_it(breakage):
-    assert find_mismatch(breakage) == ""
+    assert mutants.find_mismatch(breakage) == ""
     assert breakage.new != breakage.old
-    source = (ROOT / breakage.file).read_text()
+    source = (mutants.ROOT / breakage.file).read_text()
     compile(source.replace(breakage.old, breakage.new), breakage.file, "exec")
     assert breakage.tests
     assert breakage.reason
@@ -25,11 +24,11 @@ def test_every_breakage_fits_the_code_and_changes_it(breakage):
 def test_every_test_of_a_breakage_exists():
     tests = sorted({test for breakage in BREAKAGES for test in breakage.tests})
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--collect-only", *tests]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=mutants.ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_every_floor_of_methods_engines_and_runs_has_breakages():
     floors = {breakage.file.split("/")[1] for breakage in BREAKAGES}
-    assert floors >= {path.stem for path in LISTS} == {"algorithms", "core", "engines", "experiment"}
+    assert floors >= {path.stem for path in mutants.LISTS} == {"algorithms", "core", "engines", "experiment"}
     assert len({(breakage.file, breakage.old, breakage.new) for breakage in BREAKAGES}) == len(BREAKAGES)

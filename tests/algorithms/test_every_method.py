@@ -103,7 +103,8 @@ def test_method_learns(name, changes):
     method = make_method(name, rounds=5, mc_samples=1, **changes)
     lr = 0.05 if method.local.optimizer == "sgd" else 0.01
     run = run_method(replace(method, local=replace(method.local, epochs=3, lr=lr)))
-    assert compute_mean_accuracy(run.records[-1]) > 0.75  # chance is a third
+    # Chance is a third, and 90 test images give a standard error of 0.05: 0.75 is eight of them above chance.
+    assert compute_mean_accuracy(run.records[-1]) > 0.75
     assert not any("rejected" in silo for record in run.records for silo in record["silos"].values())
 
 

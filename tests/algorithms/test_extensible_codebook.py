@@ -184,7 +184,8 @@ def test_silo_with_missing_or_invalid_entropy_is_neither_the_reference_nor_uncer
 def test_silos_of_one_distribution_are_rarely_uncertain():
     """Nine silos of 200 validation images, entropies as a trained network has them: most near zero, a long tail.
 
-    By γ alone, 7.1 of 9 are uncertain (γ = .1) or 4.7 (γ = .3); by the default rule 1.1 of 9, an eighth.
+    By γ alone, 7.1 of 9 are uncertain (γ = .1) or 5.0 (γ = .3); by the default rule 1.2 of 9. Over 300 trials these
+    shares have standard errors of at most .012; the bounds say "most", "about half", "a seventh" and "hardly any".
     """
     generator, trials = torch.Generator().manual_seed(0), 300
     num_uncertain = Counter()
@@ -279,7 +280,7 @@ def test_new_codewords_are_centroids_of_the_training_features_of_the_silo():
             codewords = after.model_state[CODEWORDS][6:][indices]
             label = torch.cdist(segments, codewords).argmin(1)
             for j, codeword in enumerate(codewords):
-                assert torch.allclose(codeword, segments[label == j].mean(0), atol=0.2), (silo_name, j)
+                assert torch.allclose(codeword, segments[label == j].mean(0), atol=1e-5), (silo_name, j)
             distances = (torch.cdist(segments, c).min(1).values for c in (codewords, before.model_state[CODEWORDS]))
             new_error, old_error = (distance.square().mean() for distance in distances)
             assert new_error < old_error

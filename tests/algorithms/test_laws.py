@@ -46,7 +46,7 @@ def test_every_method_learns_and_records_every_round_once(name):
     assert [record["round"] for record in records] == list(range(1, method.total_rounds + 1))
     accuracies = [silo["accuracy"] for silo in records[-1]["silos"].values() if "accuracy" in silo]
     assert len(accuracies) == 4
-    assert sum(accuracies) / 4 > 0.5  # chance is a third
+    assert sum(accuracies) / 4 > 0.5  # chance is a third; 56 test images give a standard error of 0.06
 
 
 @pytest.mark.parametrize("name", METHODS)

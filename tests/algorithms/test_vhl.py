@@ -31,8 +31,8 @@ def test_virtual_images_depend_only_on_the_seed_and_never_change():
 
 def test_images_of_one_virtual_class_are_similar():
     x = make_noise_images(0, VIRTUAL, 3, 50, 1).reshape(3, 50, -1)
-    assert x.std(1).mean() == pytest.approx(0.5, abs=0.05)
-    assert x.mean(1).std(0).mean() > 0.5
+    assert x.std(1).mean() == pytest.approx(0.5, abs=0.05)  # 50 images: the deviation is known to 10 % per pixel
+    assert x.mean(1).std(0).mean() > 0.5  # of three means ~ N(0, 1), 0.89 is expected
 
 
 def test_supervised_contrastive_loss_is_the_formula_of_the_paper():

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-pytest.importorskip("benchmarks", reason="benchmarks/ is not part of the package")
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.frameworks import CONTENDERS
 from benchmarks.harness import Measurement, Options, append_records, make_table

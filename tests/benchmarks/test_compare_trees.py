@@ -1,8 +1,6 @@
 """The comparison of two source trees: which names a tree needs, and one turn in this one."""
 
 import pytest
-
-pytest.importorskip("benchmarks", reason="benchmarks/ is not part of the package")
 import typer
 
 from benchmarks.compare_trees import ADAPTERS, BENCHMARKS, NEW_TREE, WORKER, detect_version, run_turn, save_data

@@ -70,6 +70,7 @@ def test_nested_samples_give_nearly_the_inertia_of_all_points(features, monkeypa
     monkeypatch.setattr(kmeans_module, "MIN_SAMPLE_SIZE", 700)
     with_samples = [compute_inertia(x, kmeans(x, 16, noise_key=seed).centroids) for seed in range(3)]
     assert with_samples != without_samples  # 750, 1500, 3000, 6000 points
+    # Over noise keys, inertia has a deviation of 1 % here: the sum of three may differ by 2 % without being worse.
     assert sum(with_samples) <= 1.02 * sum(without_samples)
 
 

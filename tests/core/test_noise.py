@@ -1,4 +1,7 @@
-"""Addressed noise has the right distribution and depends on its address alone."""
+"""Addressed noise has the right distribution and depends on its address alone.
+
+Bounds on the statistics of draws are five to seven standard errors for the number of draws.
+"""
 
 import pytest
 import torch

@@ -62,6 +62,7 @@ def test_rules_have_the_published_statistics(
     top_fraction: float | None,
 ) -> None:
     statistics = compute_statistics(rule, num_classes, images_per_class, num_silos, alpha)
+    # The expected figures have two digits and come from simulations of their own.
     assert statistics[0] == pytest.approx(effective_classes, rel=0.1)
     if top_fraction is not None:
         assert statistics[1] == pytest.approx(top_fraction, rel=0.1)

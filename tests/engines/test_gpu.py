@@ -196,6 +196,7 @@ def test_lower_matmul_precision_stays_close_after_one_round(engine: str, optimiz
     local = LocalTraining(optimizer=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3, batch_size=16, epochs=2)
     method = FedAvg(rounds=1, iterations=1, mc_samples=4, local=local)
     exact = train(SerialEngine, "cuda", method, dtype=torch.float64)
+    # TF32 rounds factors by up to 2⁻¹¹ and bfloat16 by 2⁻⁹; the bounds are six and fifteen times that after a round.
     for matmul_precision, tolerance in (("full", 1e-4), ("tf32", 3e-3), ("bf16", 3e-2)):
         rounded = train(ENGINES[engine], "cuda", method, matmul_precision=matmul_precision)
         one, other = (torch.cat([state[n].double().flatten() for n in sorted(state)]) for state in (rounded, exact))
@@ -221,4 +222,4 @@ def test_stacked_convolutions_equal_single_ones(c: int, o: int, k: int, padding:
 def test_kmeans_on_cuda_is_as_good_as_on_the_cpu() -> None:
     points = normal(derive_key("points"), (20_000, 16))
     cuda, cpu = (kmeans(p, 64, noise_key=1).inertia.item() for p in (points.cuda(), points))
-    assert cuda == pytest.approx(cpu, rel=0.01)
+    assert cuda == pytest.approx(cpu, rel=0.01)  # rounding may choose other seeds; over keys, inertia differs by 1 %

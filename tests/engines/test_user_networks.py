@@ -134,6 +134,7 @@ def test_evaluation_stacks_no_more_silos_than_fit_in_memory(monkeypatch: pytest.
     monkeypatch.undo()
     unbounded, _ = run_rounds(method, make_clients(method, engine=StackedEngine))
     for n, t in unbounded.model_state.items():
+        # Single precision: stacks of another size sum in another order.
         torch.testing.assert_close(bounded.model_state[n], t, rtol=1e-4, atol=1e-5)
 
 

@@ -1,3 +1,3 @@
-import pytest
+from harness import import_or_skip
 
-pytest.importorskip("flwr")
+import_or_skip("flwr")

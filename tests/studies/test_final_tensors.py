@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import typer
 from typer.testing import CliRunner
@@ -22,6 +23,7 @@ def test_a_hash_depends_on_type_shape_and_values_but_not_on_order():
     assert len({final_tensors.hash_tensors(tensors) for tensors in ([a, b], *others)}) == 5
 
 
+@pytest.mark.records
 def test_the_committed_file_has_every_label():
     labels = [f"silos of {name}" for name in PARTITIONERS if name != "natural"]
     assert set(json.loads(COMMITTED.read_text())) == {*labels, *final_tensors.list_runs()}

@@ -19,7 +19,11 @@ from uefl.experiment.records import summarize_records
 from uefl.experiment.settings import override_settings
 
 pytestmark = pytest.mark.real
-MAX_LOSS = 0.05  # how far below FedAvg a method may end; test images are few, a point or two of this is noise
+# How far below FedAvg a method may end. It was 0.03 until a run ended below that. The difference of two accuracies of
+# 0.9 on the 600 test images of `rotated` has a standard error of 0.017: 0.03 is less than two errors, 0.05 is three.
+MAX_LOSS = 0.05
+# On a short schedule with skewed labels, FedAvg itself swings by ten points from round to round. A silo alone has less
+# data than a federation.
 LARGER_MAX_LOSS = {"VHL": 0.1, "FedBR, means of images": 0.1, "FedBR, mixture": 0.1, "Local-only": 0.2}
 
 SMALL = {
@@ -88,5 +92,6 @@ def test_it_comes_near_fedavg_or_above_it(name, method, capsys):
     accuracy, fedavg = measure_accuracy(name, method), measure_accuracy(name, FEDAVG)
     with capsys.disabled():
         print(f"\n{name}, {method}: {accuracy:.3f}, FedAvg {fedavg:.3f}")  # noqa: T201
-    assert fedavg > 0.3  # chance is a tenth
+    # Chance is a tenth. It was 0.5 until `label-skew` got five silos and 15 rounds: this only shows that FedAvg learns.
+    assert fedavg > 0.3
     assert accuracy > fedavg - LARGER_MAX_LOSS.get(method, MAX_LOSS)

@@ -57,6 +57,7 @@ def make_lr_search_records(name: str, best: int) -> list[dict]:
     return [make_record(run, 0.8, 0.9 if i == best else 0.6) for i, run in enumerate(list_lr_search([name]))]
 
 
+@pytest.mark.records
 def test_the_committed_page_is_what_the_committed_records_make():
     assert (ROOT / PAGE).read_text() == render_page(read_records(ROOT / RECORDS), read_records(ROOT / TIMES))
 
@@ -76,8 +77,13 @@ def test_every_method_that_supports_a_codebook_is_compared_with_and_without_it()
     assert {row.method for row in rows} == supporting - references
 
 
+@pytest.mark.records
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name, made in MADE_FOR.items() for method in made])
 def test_no_method_is_two_points_below_fedavg_where_it_was_made_for(name, method):
+    """Two points were chosen with the records at hand: docs/methods.md states them, and new records are held to them.
+
+    A difference varies by up to 2.9 points over seeds there, so its mean over three has an error of up to 1.7.
+    """
     run_records, level = read_records(ROOT / RECORDS), SETUPS[name].summary_level
     runs, fedavg = find_runs(name, method, run_records), find_runs(name, FEDAVG, run_records)
     assert set(runs) == set(fedavg) == set(SEEDS)

@@ -68,6 +68,7 @@ def test_no_old_key_is_left(old):
         assert ".".join(path.split(".")[-2:]) not in old_settings
 
 
+@pytest.mark.records
 @pytest.mark.parametrize("path", list_record_files(ROOT), ids=lambda path: path.name)
 def test_committed_records_are_migrated(path):
     lines = path.read_text().splitlines()
