@@ -24,6 +24,7 @@ BENCHMARKS = {  # name: module with `run(options) -> Iterator[Measurement]`
     "many-clients": "benchmarks.many_clients",
     "large-network": "benchmarks.large_network",
     "round-cost": "benchmarks.round_cost",
+    "seed-stack": "benchmarks.seed_stack",
 }
 
 

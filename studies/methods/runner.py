@@ -1,6 +1,7 @@
-"""Run a study: several runs in parallel, and one record for each that ends.
+"""Run a study: several processes in parallel, and one record for each run that ends.
 
-Every run has its own folder and resumes after a kill. A run that has a record already is not run again.
+A process runs all seeds of one row, on CUDA in one stack. Every run has its own folder and resumes after a kill. A run
+that has a record already is not run again.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from uefl.core.metrics import TABLE_METRICS, mean_metric
 from uefl.experiment import records
 from uefl.experiment.experiment import RESULTS_VERSION, Experiment
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION
-from uefl.experiment.run import Event, run
+from uefl.experiment.run import Event
 from uefl.experiment.run_folder import RunFolder
 from uefl.experiment.settings import iterate_settings
+from uefl.experiment.stacked_seeds import run_seeds
 
 RunRecord = dict[str, Any]
 
@@ -125,8 +127,7 @@ def run_study(
     learning_rates = {name: select_lr(name, run_records) for name in setup_names}
     report("learning rates: " + ", ".join(f"{name} {lr:g}" for name, lr in learning_rates.items() if lr))
     runs = [run_ for name, lr in learning_rates.items() if lr for run_ in list_runs(name, lr, methods, seeds)]
-    # Whole seeds first, so that an interrupted study has complete ones; within a seed long runs first.
-    runs.sort(key=lambda run_: (run_.seed, -run_.relative_cost))
+    runs.sort(key=lambda run_: -run_.relative_cost)  # long runs first, so that no process waits for one at the end
     return num_left + run_parallel(runs, resources, path, report)
 
 
@@ -157,27 +158,30 @@ def run_parallel(runs: Sequence[StudyRun], resources: StudyResources, path: Path
         return len(todo)
     for data in {run_.experiment.data.name: run_.experiment.data for run_ in reversed(todo)}.values():
         data.load(0)  # decode once, not in every process
-    start, num_left = time.time(), 0
+    start, num_left, num_done = time.time(), 0, 0
+    groups: dict[tuple[str, str, float], list[StudyRun]] = {}
+    for run_ in todo:
+        groups.setdefault((run_.setup, run_.method, run_.experiment.method.local.lr), []).append(run_)
     # Processes are reused: importing torch and initializing a GPU takes as long as some runs.
-    with ProcessPoolExecutor(min(resources.workers, len(todo)), get_context("spawn"), _limit_threads) as pool:
-        futures = {pool.submit(_execute_run, run_, resources, os.getpid()): run_ for run_ in todo}
-        for num_done, future in enumerate(as_completed(futures), 1):
-            run_ = futures[future]
+    with ProcessPoolExecutor(min(resources.workers, len(groups)), get_context("spawn"), _limit_threads) as pool:
+        futures = {pool.submit(_execute_runs, group, resources, os.getpid()): group for group in groups.values()}
+        for future in as_completed(futures):
+            group = futures[future]
+            num_done += len(group)
             try:
-                record = future.result()
+                new_records = future.result()
             except ResumableError:
-                num_left += 1
+                num_left += len(group)
                 continue
             except Exception as e:  # one bad run must not stop the others
-                num_left += 1
-                report(f"{run_.label}: {type(e).__name__}: {e}")
+                num_left += len(group)
+                report(f"{', '.join(run_.label for run_ in group)}: {type(e).__name__}: {e}")
                 continue
-            records.append_records(path, [record])
-            metrics = " ".join(f"{m} {record[DEFAULT_AGGREGATION][m]:.3f}" for m in ("mA", "mE"))
-            report(
-                f"[{num_done}/{len(todo)} after {time.time() - start:.0f} s] {run_.label}: {metrics}, "
-                f"{record['seconds']:.0f} s"
-            )
+            records.append_records(path, new_records)
+            for run_, record in zip(group, new_records):
+                metrics = " ".join(f"{m} {record[DEFAULT_AGGREGATION][m]:.3f}" for m in ("mA", "mE"))
+                progress = f"[{num_done}/{len(todo)} after {time.time() - start:.0f} s]"
+                report(f"{progress} {run_.label}: {metrics}, {record['seconds']:.0f} s")
     return num_left
 
 
@@ -185,19 +189,22 @@ def _limit_threads() -> None:
     torch.set_num_threads(1)
 
 
-def _execute_run(run_: StudyRun, resources: StudyResources, parent_pid: int) -> RunRecord:
-    """Execute one run in this worker process, to its end or to the time limit."""
+def _execute_runs(runs: Sequence[StudyRun], resources: StudyResources, parent_pid: int) -> list[RunRecord]:
+    """Execute the seeds of one row in this worker process, to their end or to the time limit."""
 
-    def check_limits(event: Event) -> None:
+    def check_limits(_label: str, event: Event) -> None:
         if os.getppid() != parent_pid:
             os._exit(1)  # the study has ended; the checkpoint is written
         if event["kind"] in ("load", "round") and time.time() > resources.stop_time:
             raise ResumableError("time limit reached; run the same command again to resume")
 
-    folder = run(
-        run_.experiment, resources.out, device=resources.device, engine=resources.engine, on_event=check_limits
+    experiments = {run_.label: run_.experiment for run_ in runs}
+    folders = run_seeds(
+        experiments, resources.out, device=resources.device, engine=resources.engine, on_event=check_limits
     )
-    return summarize_run(run_, folder, resources.workers)
+    return [
+        {**summarize_run(run_, folders[run_.label], resources.workers), "seeds_in_stack": len(runs)} for run_ in runs
+    ]
 
 
 def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:

@@ -34,7 +34,11 @@ def compare(
     engine: EngineOption = "auto",
     preset: PresetOption = "default",
     seeds: Annotated[
-        str, typer.Option(help="Comma-separated seeds, such as 0,1,2; prints means with standard errors.")
+        str,
+        typer.Option(
+            help="Comma-separated seeds, such as 0,1,2; prints means with standard errors. On CUDA the seeds of a "
+            "method run in one stack."
+        ),
     ] = "",
     skip_bad: SkipBadOption = False,
     strict: StrictOption = False,

@@ -124,9 +124,9 @@ class DataConfig:
         if self.shifts and self.target not in self.shifts:
             raise unknown_value_error("target", self.target, self.shifts)
 
-    def load(self, seed: int) -> tuple[list[Silo], Images]:
-        """Return the silos, and the images they were made from."""
-        images = self.read_images()
+    def load(self, seed: int, images: Images | None = None) -> tuple[list[Silo], Images]:
+        """Return the silos, and the images they were made from; several seeds may share images that were read once."""
+        images = images or self.read_images()
         silos = self.make_silos(images, seed)
         if self.strict and (warnings := warn_single_class_silos(silos)):
             raise InputError(f"{warnings[0]} (strict)")

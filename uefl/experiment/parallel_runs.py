@@ -1,4 +1,4 @@
-"""Run several experiments in parallel, one process per run."""
+"""Run several experiments in parallel, one process per run, or on CUDA per method with all its seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 
 from uefl.core.errors import InputError
 from uefl.experiment.experiment import Experiment
-from uefl.experiment.run import Event, run
+from uefl.experiment.run import Event
+from uefl.experiment.stacked_seeds import group_by_seed, run_seeds
 
 
 def run_in_parallel(
@@ -30,21 +31,23 @@ def run_in_parallel(
     """Run all experiments and return their folders. The first error stops the others, which can be resumed."""
     context = mp.get_context("spawn")  # a forked process would inherit locks of threads that do not exist in it
     events: Any = context.Queue()
-    waiting, running = list(experiments.items()), dict[str, Any]()
+    on_cuda = device.startswith("cuda")
+    groups = group_by_seed(experiments) if on_cuda else [{n: e} for n, e in experiments.items()]
+    waiting, running = [(next(iter(group)), group) for group in groups], dict[str, Any]()
     folders: dict[str, Path] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                name, experiment = waiting.pop(0)
+                name, group = waiting.pop(0)
                 resources = (device, engine, torch.get_num_threads())
-                process = context.Process(target=_run_worker, args=(name, experiment, root, resources, events))
+                process = context.Process(target=_run_worker, args=(name, group, root, resources, events))
                 process.start()
                 running[name] = process
             name, event = _next_event(events, running)
             if event["kind"] == "failed":
                 raise InputError(event["message"]) if event["is_input_error"] else RuntimeError(event["message"])
             if event["kind"] == "done":
-                folders[name] = Path(event["folder"])
+                folders |= event["folders"]
                 running.pop(name).join()
             else:
                 on_event(name, event)
@@ -70,24 +73,26 @@ def _next_event(events: Any, running: Mapping[str, Any]) -> tuple[str, Event]:
                     )
 
 
-def _run_worker(name: str, experiment: Experiment, root: Path, resources: tuple[str, str, int], events: Any) -> None:
+def _run_worker(
+    first_name: str, group: Mapping[str, Experiment], root: Path, resources: tuple[str, str, int], events: Any
+) -> None:
     device, engine, threads = resources
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C and terminates this process
     torch.set_num_threads(threads)
     parent = os.getppid()
 
-    def send_event(event: Event) -> None:
+    def send_event(name: str, event: Event) -> None:
         if os.getppid() != parent:
             os._exit(1)  # the parent has died; the last checkpoint is complete
         events.put((name, event))
 
     try:
-        folder = run(experiment, root, device=device, engine=engine, on_event=send_event)
-        events.put((name, {"kind": "done", "folder": str(folder)}))
+        folders = run_seeds(group, root, device=device, engine=engine, on_event=send_event)
+        events.put((first_name, {"kind": "done", "folders": folders}))
     except InputError as e:
-        events.put((name, _make_failure(str(e), is_input_error=True)))
+        events.put((first_name, _make_failure(str(e), is_input_error=True)))
     except Exception:  # the parent reports every failure
-        events.put((name, _make_failure(f"{name}: {traceback.format_exc()}")))
+        events.put((first_name, _make_failure(f"{', '.join(group)}: {traceback.format_exc()}")))
 
 
 def _make_failure(message: str, *, is_input_error: bool = False) -> Event:

@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from uefl import __version__
 from uefl.core.errors import InputError, unknown_value_error
-from uefl.core.federation import Clients, ServerState, Tensors
+from uefl.core.federation import Clients, ServerState, Silo, Tensors
+from uefl.data.images import Images
 from uefl.data.quality import collect_warnings
 from uefl.engines import ENGINE_NAMES, ENGINES, IN_PROCESS_ENGINES
 from uefl.engines.choosing import choose_engine
+from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint, save_model
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
@@ -52,6 +55,15 @@ class RunContext(NamedTuple):
     device: str = "cpu"
 
 
+class PreparedRun(NamedTuple):
+    """A run before its first round: silos, network and what the header needs."""
+
+    experiment: Experiment
+    context: RunContext
+    silos: list[Silo]
+    net: nn.Module
+
+
 def run(
     experiment: Experiment,
     root: Path,
@@ -61,13 +73,38 @@ def run(
     on_event: Listener = lambda _: None,
 ) -> Path:
     """Run an experiment, resume it, or find it finished; return its folder."""
+    prepared = prepare_run(experiment, device=device, engine=engine, on_event=on_event)
+    engine = prepared.context.engine
+
+    def open_clients() -> AbstractContextManager[Engine]:
+        make_clients = _import_engine(engine)
+        if engine not in IN_PROCESS_ENGINES:
+            folder, run_id = root.resolve() / "state", prepared.experiment.run_id(prepared.context.fingerprint)
+            clients: AbstractContextManager[Engine] = make_clients(
+                prepared.experiment,
+                len(prepared.silos),
+                state_folder=folder,
+                run_id=run_id,
+                on_silo_event=make_engine_listeners(on_event)["on_progress"],
+            )
+            return clients
+        settings = {**make_engine_settings(prepared), **make_engine_listeners(on_event)}
+        return releasing(make_clients(prepared.silos, prepared.net, seed=prepared.experiment.seed, **settings))
+
+    return run_with_clients(prepared.experiment, root, prepared.context, open_clients, on_event)
+
+
+def prepare_run(
+    experiment: Experiment, *, device: str, engine: str, on_event: Listener, images: Images | None = None
+) -> PreparedRun:
+    """Load the data, unless their images are given, build the network and choose the engine."""
     if engine not in ENGINE_NAMES:
         raise unknown_value_error("engine", engine, ENGINE_NAMES)
     experiment = experiment.resolve_precision(device)
     if engine in ENGINES and engine not in IN_PROCESS_ENGINES:
         require_network_support(experiment)
     on_event({"kind": "load", "data": experiment.data.name})
-    silos, images = experiment.data.load(experiment.seed)
+    silos, images = experiment.data.load(experiment.seed, images)
     for message in collect_warnings(silos, images):
         on_event({"kind": "warning", "message": message})
     method = experiment.method
@@ -77,24 +114,38 @@ def run(
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     domains = {silo.name: silo.domain for silo in silos}
     context = RunContext(fingerprint_silos(silos), domains, images.classes, input_shape, engine, device)
+    return PreparedRun(experiment, context, silos, net)
+
+
+def make_engine_settings(prepared: PreparedRun) -> dict[str, Any]:
+    """Return device and precision of an engine in this process."""
+    experiment = prepared.experiment
+    return {
+        "device": prepared.context.device,
+        "dtype": DTYPES[experiment.precision],
+        "matmul_precision": experiment.matmul_precision,
+    }
+
+
+def make_engine_listeners(on_event: Listener) -> dict[str, Callable[..., None]]:
+    """Return functions that pass the messages of an engine on as events."""
 
     def on_progress(silo_name: str, activity: str) -> None:
         on_event({"kind": "silo", "silo": silo_name, "activity": activity})
 
-    def open_clients() -> AbstractContextManager[Engine]:
-        make_clients = _import_engine(engine)
-        if engine not in IN_PROCESS_ENGINES:
-            folder, run_id = root.resolve() / "state", experiment.run_id(context.fingerprint)
-            clients: AbstractContextManager[Engine] = make_clients(
-                experiment, len(silos), state_folder=folder, run_id=run_id, on_silo_event=on_progress
-            )
-            return clients
-        precision = {"dtype": DTYPES[experiment.precision], "matmul_precision": experiment.matmul_precision}
-        return nullcontext(
-            make_clients(silos, net, seed=experiment.seed, device=device, on_progress=on_progress, **precision)
-        )
+    def on_warning(message: str) -> None:
+        on_event({"kind": "warning", "message": message})
 
-    return run_with_clients(experiment, root, context, open_clients, on_event)
+    return {"on_progress": on_progress, "on_warning": on_warning}
+
+
+@contextmanager
+def releasing(engine: SerialEngine) -> Iterator[SerialEngine]:
+    """Give the engine's device memory back when the run ends."""
+    try:
+        yield engine
+    finally:
+        engine.release()
 
 
 def _import_engine(name: str) -> Callable[..., Any]:

@@ -68,5 +68,6 @@ def train(
         records += server.completed_records
         for record in server.completed_records:
             on_record(record)
+    clients.release()
     summary = summarize_records(records, {silo.name: silo.domain for silo in silos})
     return TrainingResult(records, summary, server.replace(completed_records=()), clients)

@@ -11,16 +11,32 @@ from torch import Tensor
 from uefl.core.federation import Tensors
 
 
+class ReceivedClient(NamedTuple):
+    """What one silo has when its round begins. Silos of one server refer to the same tensors of the broadcast."""
+
+    name: str
+    codewords: Tensors  # of the broadcast
+    local_tensors: Tensors  # of the network, stored at the silo
+    client_state: Tensors  # beside the network's tensors
+    received: Tensors  # of the broadcast, without codewords
+    extras: Tensors  # of the broadcast
+
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return the shapes in which silos may differ; a stack needs equal ones."""
+        return tuple(sorted((n, tuple(t.shape)) for n, t in {**self.codewords, **self.client_state}.items()))
+
+
 class ClientStack(NamedTuple):
     """Tensors of several silos, with an axis of silos in front unless all silos share them."""
 
     silo_names: tuple[str, ...]
     client_tensors: Tensors  # of the network, stacked
     shared_tensors: Tensors  # of the network, equal for all silos
-    received_codewords: Tensors  # of the broadcast, stacked
-    received_shared: Tensors  # of the broadcast, equal for all silos
+    client_received: Tensors  # of the broadcast, stacked: codewords, or all tensors if silos have several servers
+    shared_received: Tensors  # of the broadcast, equal for all silos
     client_state: Tensors  # beside the network's tensors, stacked
-    extras: Tensors  # of the broadcast, equal for all silos
+    client_extras: Tensors  # of the broadcast, stacked, if silos have several servers
+    shared_extras: Tensors  # of the broadcast, equal for all silos
 
     def select(self, rows: slice | list[int]) -> ClientStack:
         """Return some of the silos; a slice gives views."""
@@ -32,9 +48,33 @@ class ClientStack(NamedTuple):
         return self._replace(
             silo_names=names,
             client_tensors=select_rows(self.client_tensors),
-            received_codewords=select_rows(self.received_codewords),
+            client_received=select_rows(self.client_received),
             client_state=select_rows(self.client_state),
+            client_extras=select_rows(self.client_extras),
         )
+
+    def received_bytes(self, row: int) -> int:
+        """Return the bytes that the silo of a row received."""
+        stacked = [t[row] for tensors in (self.client_received, self.client_extras) for t in tensors.values()]
+        shared = [t for tensors in (self.shared_received, self.shared_extras) for t in tensors.values()]
+        return sum(t.numel() * t.element_size() for t in (*stacked, *shared))
+
+
+def stack_clients(clients: Sequence[ReceivedClient], *, one_server: bool) -> ClientStack:
+    """Stack silos of equal shapes; silos of several servers, such as several seeds, share no tensors."""
+    codewords = stack_tensors([client.codewords for client in clients])
+    local_tensors = stack_tensors([client.local_tensors for client in clients])
+    received = {} if one_server else stack_tensors([client.received for client in clients])
+    return ClientStack(
+        silo_names=tuple(client.name for client in clients),
+        client_tensors={**received, **codewords, **local_tensors},
+        shared_tensors={n: t for n, t in clients[0].received.items() if one_server and n not in local_tensors},
+        client_received={**received, **codewords},
+        shared_received=clients[0].received if one_server else {},
+        client_state=stack_tensors([client.client_state for client in clients]),
+        client_extras={} if one_server else stack_tensors([client.extras for client in clients]),
+        shared_extras=clients[0].extras if one_server else {},
+    )
 
 
 def stack_tensors(tensor_dicts: Sequence[Tensors]) -> Tensors:

@@ -63,6 +63,20 @@ class Compiler:
             return None
         return {n: g.unsqueeze(0) for n, g in zip(params, gradients) if g is not None}
 
+    def release(self) -> None:
+        """Give the network tensors of its own again, and forget compiled code, which may refer to buffers."""
+        import torch._dynamo as dynamo
+
+        for module in self.net.modules():
+            owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in owned:
+                for leaf, tensor in tensors.items():
+                    if tensor is not None:
+                        own = tensor.detach().clone()
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        tensors[leaf] = nn.Parameter(own, tensor.requires_grad) if is_parameter else own
+        dynamo.reset()
+
     def _bind_network(self, buffers: DeviceBuffers) -> None:
         """Bind the network to the memory of the buffers, since the compiler optimizes a module's own tensors best.
 
@@ -85,8 +99,8 @@ class Compiler:
         model = ClientModel(
             self.net,
             {n: p for n, p in self.net.named_parameters() if n in self.trainable_names},
-            extras=stack.extras,
-            received_state={**stack.received_shared, **{n: t[0] for n, t in stack.received_codewords.items()}},
+            extras={**stack.shared_extras, **{n: t[0] for n, t in stack.client_extras.items()}},
+            received_state={**stack.shared_received, **{n: t[0] for n, t in stack.client_received.items()}},
             client_state={n: t[0] for n, t in stack.client_state.items()},
         )
 

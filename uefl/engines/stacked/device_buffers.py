@@ -26,8 +26,16 @@ class DeviceBuffers:
         first_client = {**stack.shared_tensors, **{n: t[0] for n, t in stack.client_tensors.items()}}
         client_tensors = {n: allocate_stack(t, len(stack.silo_names)) for n, t in first_client.items()}
         client_state = {n: t for n, t in stack.client_state.items() if not n.startswith(OPTIMIZER_PREFIX)}
-        others = (stack.received_codewords, stack.received_shared, client_state, stack.extras)
-        self.stack = ClientStack(stack.silo_names, client_tensors, {}, *(allocate_like(tensors) for tensors in others))
+        self.stack = ClientStack(
+            silo_names=stack.silo_names,
+            client_tensors=client_tensors,
+            shared_tensors={},
+            client_received=allocate_like(stack.client_received),
+            shared_received=allocate_like(stack.shared_received),
+            client_state=allocate_like(client_state),
+            client_extras=allocate_like(stack.client_extras),
+            shared_extras=allocate_like(stack.shared_extras),
+        )
         self.updates, self.reset_optimizer = updates, local.reset_optimizer
         self.optimizers = []
         for update in updates:
@@ -45,10 +53,11 @@ class DeviceBuffers:
         self.stack = self.stack._replace(silo_names=stack.silo_names)
         # A shared tensor is copied to every silo.
         copy_tensors(self.stack.client_tensors, {**stack.shared_tensors, **stack.client_tensors})
-        copy_tensors(self.stack.received_codewords, stack.received_codewords)
-        copy_tensors(self.stack.received_shared, stack.received_shared)
-        copy_tensors(self.stack.extras, stack.extras)
+        copy_tensors(self.stack.client_received, stack.client_received)
+        copy_tensors(self.stack.shared_received, stack.shared_received)
         copy_tensors(self.stack.client_state, stack.client_state)
+        copy_tensors(self.stack.client_extras, stack.client_extras)
+        copy_tensors(self.stack.shared_extras, stack.shared_extras)
         self.lr.fill_(lr)
         for i, optimizer in enumerate(self.optimizers):
             optimizer.reset()
@@ -103,13 +112,20 @@ class CapturedStep:
 
     def _capture(self) -> torch.cuda.CUDAGraph | Literal[False]:
         """Capture the step without running it; some operations cannot be captured, such as a copy from the host."""
-        graph = torch.cuda.CUDAGraph()
+        graph, out_of_memory = torch.cuda.CUDAGraph(), False
         try:
             with pause_garbage_collection(), torch.cuda.graph(graph, pool=self.graph_pool):
-                self.step(*self.inputs)
+                try:
+                    self.step(*self.inputs)
+                except torch.OutOfMemoryError:  # ending the capture raises another error
+                    out_of_memory = True
+                    raise
         except RuntimeError:
             torch.cuda.synchronize()
-            return False
+            if not out_of_memory:
+                return False
+        if out_of_memory:
+            raise torch.OutOfMemoryError("the captured step of a stack does not fit into the device's memory")
         return graph
 
 

@@ -7,6 +7,7 @@ then replayed. A stack of one silo runs without `vmap`, for networks that fill a
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -37,7 +38,7 @@ from uefl.core.federation import (
     iterate_batch_slices,
     size_in_bytes,
 )
-from uefl.core.noise import HAS_TRITON, NoiseLayer, batched_permutations, derive_key
+from uefl.core.noise import HAS_TRITON, NoiseLayer, batched_permutations
 from uefl.engines.serial import (
     OPTIMIZER_CODEWORDS,
     SerialEngine,
@@ -46,7 +47,14 @@ from uefl.engines.serial import (
     has_torch_dropout,
     to_channels_last,
 )
-from uefl.engines.stacked.client_stack import ClientStack, copy_to_host, describe_silos, stack_tensors, to_slice
+from uefl.engines.stacked.client_stack import (
+    ClientStack,
+    ReceivedClient,
+    copy_to_host,
+    describe_silos,
+    stack_clients,
+    to_slice,
+)
 from uefl.engines.stacked.compiler import Compiler
 from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.device_data import DeviceData
@@ -82,62 +90,155 @@ class StackedEngine(SerialEngine):
         )
 
     def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
-        used_signatures = set()
-        splits, local_splits = (method.eval_splits, method.local_eval_splits) if evaluate else ((), ())
-        for stack in self._make_stacks(method, broadcast, method.local.batch_size):
-            started, names = time.perf_counter(), stack.silo_names
-            received = self._evaluate_stack(method, stack, broadcast.round - 1, splits)
-            self.on_progress(describe_silos(names), "training")
-            signature, buffers = self._get_buffers(method, broadcast, stack)
-            used_signatures.add(signature)
-            num_steps = self._train_stack(method, buffers, broadcast)
-            self.net.eval()
-            extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
-            local = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
-            tensors = self._store_client_states(method, buffers, broadcast, client_states)
-            seconds = (time.perf_counter() - started) / len(names)
-            for i, name in enumerate(names):
-                yield Reply(
-                    silo_name=name,
-                    num_examples=len(self.silos[name].train.y),
-                    tensors=tensors[i],
-                    evaluations=Evaluations(received[name], local[name]),
-                    extras=extras[i],
-                    received_bytes=self._count_received_bytes(stack, i) + size_in_bytes(broadcast.extras),
-                    sent_bytes=size_in_bytes(tensors[i]) + size_in_bytes(extras[i]),
-                    seconds=seconds,
-                )
-        # Buffers of other shapes are not needed again: codewords were added since.
-        self._buffers = {signature: self._buffers[signature] for signature in used_signatures}
+        return self._fit_clients(method, [broadcast], evaluate=evaluate)
 
     def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
         if method.client_tasks[task].needs_full_split:
-            yield from super().query(method, task, broadcast, splits)
-            return
-        for stack in self._make_stacks(method, broadcast, method.local.eval_batch_size):
+            return super().query(method, task, broadcast, splits)
+        return self._query_clients(method, task, [broadcast], splits)
+
+    def release(self) -> None:
+        self._buffers.clear()
+        if self._compiler:
+            self._compiler.release()
+        gc.collect()  # buffers and the graphs captured on them refer to each other
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _fit_clients(self, method: Method, broadcasts: Sequence[Broadcast], *, evaluate: bool) -> Iterator[Reply]:
+        """Train the participants of one round of one server, or of several servers."""
+        used_signatures = set()
+
+        def fit_stack(stack: ClientStack) -> list[Reply]:
+            signature, replies = self._fit_stack(method, broadcasts, stack, evaluate=evaluate)
+            used_signatures.add(signature)
+            return replies
+
+        yield from self._run_stacks(method, broadcasts, method.local.batch_size, fit_stack)
+        # Buffers of other shapes are not needed again: codewords were added since.
+        self._buffers = {s: buffers for s, buffers in self._buffers.items() if s in used_signatures}
+
+    def _fit_stack(
+        self, method: Method, broadcasts: Sequence[Broadcast], stack: ClientStack, *, evaluate: bool
+    ) -> tuple[Any, list[Reply]]:
+        """Evaluate and train a stack; return the signature of its buffers and the replies."""
+        broadcast, started, names = broadcasts[0], time.perf_counter(), stack.silo_names
+        splits, local_splits = (method.eval_splits, method.local_eval_splits) if evaluate else ((), ())
+        received = self._evaluate_stack(method, stack, broadcast.round - 1, splits)
+        self.on_progress(describe_silos(names), "training")
+        signature, buffers = self._get_buffers(method, broadcast, stack)
+        num_steps = self._train_stack(method, buffers, broadcast)
+        self.net.eval()
+        extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
+        local = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
+        tensors = self._store_client_states(method, buffers, broadcasts, client_states)
+        seconds = (time.perf_counter() - started) / len(names)
+        replies = [
+            Reply(
+                silo_name=name,
+                num_examples=len(self.silos[name].train.y),
+                tensors=tensors[i],
+                evaluations=Evaluations(received[name], local[name]),
+                extras=extras[i],
+                received_bytes=stack.received_bytes(i),
+                sent_bytes=size_in_bytes(tensors[i]) + size_in_bytes(extras[i]),
+                seconds=seconds,
+            )
+            for i, name in enumerate(names)
+        ]
+        return signature, replies
+
+    def _query_clients(
+        self, method: Method, task: str, broadcasts: Sequence[Broadcast], splits: Sequence[Split]
+    ) -> Iterator[Reply]:
+        """Run a client task at the participants of one server, or of several servers."""
+
+        def query_stack(stack: ClientStack) -> list[Reply]:
             started = time.perf_counter()
             self.on_progress(describe_silos(stack.silo_names), task)
-            answers = self._query_stack(method, task, stack, broadcast.round, splits)
+            answers = self._query_stack(method, task, stack, broadcasts[0].round, splits)
             seconds = (time.perf_counter() - started) / len(stack.silo_names)
-            for i, name in enumerate(stack.silo_names):
-                yield Reply(
+            return [
+                Reply(
                     silo_name=name,
                     num_examples=len(self.silos[name].train.y),
                     answers=answers[name],
-                    received_bytes=self._count_received_bytes(stack, i) + size_in_bytes(broadcast.extras),
+                    received_bytes=stack.received_bytes(i),
                     sent_bytes=sum(size_in_bytes(answer) for answer in answers[name].values()),
                     seconds=seconds,
                 )
+                for i, name in enumerate(stack.silo_names)
+            ]
+
+        return self._run_stacks(method, broadcasts, method.local.eval_batch_size, query_stack)
 
     # --- stacks ---------------------------------------------------------------------------------------------------
 
-    def _make_stacks(self, method: Method, broadcast: Broadcast, batch_size: int) -> Iterator[ClientStack]:
-        """Yield stacks of this round's silos, each of one shape and of limited size, the largest silos first."""
+    def _run_stacks(
+        self,
+        method: Method,
+        broadcasts: Sequence[Broadcast],
+        batch_size: int,
+        run_stack: Callable[[ClientStack], list[Reply]],
+    ) -> Iterator[Reply]:
+        """Run all participants, stack by stack; a stack that does not fit into memory is split."""
+        done: set[str] = set()
+        while True:
+            too_large = 0
+            for stack in self._make_stacks(method, broadcasts, batch_size, done):
+                try:
+                    replies = run_stack(stack)
+                except torch.OutOfMemoryError:
+                    too_large = len(stack.silo_names)
+                    break
+                done.update(stack.silo_names)
+                yield from replies
+            if not too_large:
+                return
+            del stack  # frees its memory, as leaving the handler above freed that of the failed step
+            self._split_stacks(too_large)
+
+    def _split_stacks(self, too_large: int) -> None:
+        """Halve the stacks after one of this size did not fit into the device's memory."""
+        if too_large == 1:
+            raise InputError(
+                f"the batch of one silo does not fit into the memory of {self.device}; use a smaller local.batch_size"
+            )
+        self.max_stack_size = -(-too_large // 2)
+        self.release()
+        self.on_warning(
+            f"{too_large} silos at a time do not fit into the memory of {self.device}; "
+            f"the run continues with {self.max_stack_size} at a time."
+        )
+
+    def _make_stacks(
+        self, method: Method, broadcasts: Sequence[Broadcast], batch_size: int, done: Collection[str] = ()
+    ) -> Iterator[ClientStack]:
+        """Yield stacks of the remaining silos, each of one shape and of limited size, the largest silos first."""
+        clients = [
+            client
+            for broadcast in broadcasts
+            for client in self._receive_broadcasts(
+                method, broadcast, [n for n in broadcast.participants if n not in done]
+            )
+        ]
+        by_shape: dict[Any, list[ReceivedClient]] = {}
+        for client in sorted(clients, key=lambda client: (-len(self.silos[client.name].train.y), client.name)):
+            by_shape.setdefault(client.shapes(), []).append(client)
+        max_size = self.max_stack_size or compute_stack_size(self._activations, batch_size, self.device.type)
+        for group in by_shape.values():
+            num_stacks = -(-len(group) // max_size)
+            size = -(-len(group) // num_stacks)  # as few stacks as possible, of about equal size
+            for start in range(0, len(group), size):
+                yield stack_clients(group[start : start + size], one_server=len(broadcasts) == 1)
+
+    def _receive_broadcasts(self, method: Method, broadcast: Broadcast, names: Sequence[str]) -> list[ReceivedClient]:
+        """Return what each of these silos has when its round begins."""
         local_names = list(method.client_state_names(self.net))
         received = {n: self._move_tensor(t) for n, t in broadcast.model_state.items() if not is_codeword_tensor(n)}
         extras = {n: to_channels_last(t.to(self.device)) for n, t in broadcast.extras.items()}
-        by_shape: dict[Any, list[tuple[str, Tensors, Tensors, Tensors]]] = {}
-        for name in sorted(broadcast.participants, key=lambda name: (-len(self.silos[name].train.y), name)):
+        clients = []
+        for name in names:
             access_row = broadcast.access[broadcast.silo_names.index(name)]
             codewords = {
                 n: self._move_tensor(t)
@@ -146,34 +247,14 @@ class StackedEngine(SerialEngine):
             }
             stored = self.client_states.get(name) or self._make_client_state(method, name)
             stored = drop_stale_optimizer_state(stored, access_row)
-            local_tensors = {n: stored.get(n, self.initial_tensors[n]) for n in local_names}
+            initial_tensors = self._get_initial_tensors(name)
+            local_tensors = {n: stored.get(n, initial_tensors[n]) for n in local_names}
             client_state = {n: t for n, t in stored.items() if n not in local_tensors}
-            shapes = tuple(sorted((n, tuple(t.shape)) for n, t in {**codewords, **client_state}.items()))
-            by_shape.setdefault(shapes, []).append((name, codewords, local_tensors, client_state))
-        max_size = self.max_stack_size or compute_stack_size(self._activations, batch_size, self.device.type)
-        shared = {n: t for n, t in received.items() if n not in local_names}
-        for group in by_shape.values():
-            num_stacks = -(-len(group) // max_size)
-            size = -(-len(group) // num_stacks)  # as few stacks as possible, of about equal size
-            for start in range(0, len(group), size):
-                names, *columns = zip(*group[start : start + size])
-                codewords, local_tensors, client_state = (stack_tensors(column) for column in columns)
-                yield ClientStack(
-                    silo_names=names,
-                    client_tensors={**codewords, **local_tensors},
-                    shared_tensors=shared,
-                    received_codewords=codewords,
-                    received_shared=received,
-                    client_state=client_state,
-                    extras=extras,
-                )
+            clients.append(ReceivedClient(name, codewords, local_tensors, client_state, received, extras))
+        return clients
 
     def _move_tensor(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, self.dtype) if tensor.is_floating_point() else tensor.to(self.device)
-
-    def _count_received_bytes(self, stack: ClientStack, i: int) -> int:
-        codewords = {n: t[i] for n, t in stack.received_codewords.items()}
-        return size_in_bytes(stack.received_shared) + size_in_bytes(codewords)
 
     def _get_buffers(self, method: Method, broadcast: Broadcast, stack: ClientStack) -> tuple[Any, DeviceBuffers]:
         """Return buffers that hold this stack, and their signature; buffers of the same shapes are reused."""
@@ -181,10 +262,7 @@ class StackedEngine(SerialEngine):
         trainable = [
             tuple((n, u.lr_multiplier(n)) for n in sorted(self._trainable_names) if u.is_trainable(n)) for u in updates
         ]
-        shapes = [
-            tuple((n, t.shape) for n, t in tensors.items())
-            for tensors in (stack.client_tensors, stack.shared_tensors, stack.client_state, stack.extras)
-        ]
+        shapes = [tuple((n, t.shape) for n, t in tensors.items()) for tensors in stack[1:]]
         signature = (len(stack.silo_names), method.local, *trainable, *shapes)
         if signature not in self._buffers:
             self._buffers[signature] = DeviceBuffers(stack, self._trainable_names, method.local, updates)
@@ -201,12 +279,12 @@ class StackedEngine(SerialEngine):
         positions = range(len(batch_slices[0]))
         self.net.train()
         for epoch in range(local.epochs):
-            order_keys = [derive_key(self.seed, name, broadcast.round, epoch, addresses.BATCH_ORDER) for name in names]
+            order_keys = [self._derive_key(name, broadcast.round, epoch, addresses.BATCH_ORDER) for name in names]
             offsets = self._to_device(self._data.offsets("train", names))
             order = batched_permutations(self._to_device(order_keys), sizes) + offsets[:, None]
             steps = [[epoch * len(slices) + position for slices in batch_slices] for position in positions]
             keys = [
-                [derive_key(self.seed, n, broadcast.round, s, addresses.TRAINING_STEP) for n, s in zip(names, row)]
+                [self._derive_key(n, broadcast.round, s, addresses.TRAINING_STEP) for n, s in zip(names, row)]
                 for row in steps
             ]
             device_steps, device_keys = self._to_device(steps), self._to_device(keys)
@@ -313,18 +391,18 @@ class StackedEngine(SerialEngine):
         return extras, client_states
 
     def _store_client_states(
-        self, method: Method, buffers: DeviceBuffers, broadcast: Broadcast, client_states: Sequence[Tensors]
+        self, method: Method, buffers: DeviceBuffers, broadcasts: Sequence[Broadcast], client_states: Sequence[Tensors]
     ) -> list[Tensors]:
         """Store each silo's client state and return the tensors of its reply."""
         local_names = set(method.client_state_names(self.net))
+        access_rows = {name: row for b in broadcasts for name, row in zip(b.silo_names, b.access)}
         trained = {n: t.detach().clone() for n, t in buffers.stack.client_tensors.items()}
         stored = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}
         for i, name in enumerate(buffers.stack.silo_names):
             stored_i, local_tensors = {n: t[i] for n, t in stored.items()}, {n: trained[n][i] for n in local_names}
             self.client_states[name] = {**stored_i, **client_states[i], **local_tensors}
             if not method.local.reset_optimizer:
-                access_row = broadcast.access[broadcast.silo_names.index(name)]
-                self.client_states[name][OPTIMIZER_CODEWORDS] = codeword_indices(access_row)
+                self.client_states[name][OPTIMIZER_CODEWORDS] = codeword_indices(access_rows[name])
         return [
             {n: t[i] for n, t in trained.items() if n not in local_names} for i in range(len(buffers.stack.silo_names))
         ]
@@ -382,7 +460,7 @@ class StackedEngine(SerialEngine):
         x, y = self._data.gather_batch(split, starts[:, None] + torch.arange(length, device=self.device))
         purpose = addresses.TASKS.get(task, task)
         keys = self._to_device(
-            [derive_key(self.seed, name, round_number, position, purpose, split) for name in stack.silo_names]
+            [self._derive_key(name, round_number, position, purpose, split) for name in stack.silo_names]
         )
 
         def compute(model: ClientModel, x: Tensor, y: Tensor) -> Tensors:
@@ -400,22 +478,28 @@ class StackedEngine(SerialEngine):
         """Call `function(model, *inputs)` for all silos of a stack at once, each with its own tensors and noise key."""
 
         def call(
-            client_tensors: Tensors, received_codewords: Tensors, client_state: Tensors, key: Tensor, *inputs: Any
+            client_tensors: Tensors,
+            client_received: Tensors,
+            client_state: Tensors,
+            client_extras: Tensors,
+            key: Tensor,
+            *inputs: Any,
         ) -> Any:
             tensors = {**stack.shared_tensors, **client_tensors}
             buffers = {n: t for n, t in tensors.items() if n not in self._trainable_names}
             model = ClientModel(
                 self.net,
                 {n: t for n, t in tensors.items() if n in self._trainable_names},
-                extras=stack.extras,
-                received_state={**stack.received_shared, **received_codewords},
+                extras={**stack.shared_extras, **client_extras},
+                received_state={**stack.shared_received, **client_received},
                 client_state=client_state,
                 buffers=buffers | {f"{layer}.key": key for layer in self._noise_layer_names},
                 is_bound=False,
             )
             return function(model, *inputs)
 
-        stacked = (stack.client_tensors, stack.received_codewords, stack.client_state, keys, *inputs)
+        of_silos = (stack.client_tensors, stack.client_received, stack.client_state, stack.client_extras)
+        stacked = (*of_silos, keys, *inputs)
         if len(stack.silo_names) > 1:
             with VmapOverrides(use_triton_convolution=HAS_TRITON and self.matmul_precision != "full"):
                 return vmap(call)(*stacked)

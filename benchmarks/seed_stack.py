@@ -1,0 +1,38 @@
+"""Ten seeds of nine small silos: one run alone beside all ten in one stack, whole runs with their folders."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import Measurement, Options, measure_interleaved
+from uefl.experiment.experiment import Experiment
+from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.stacked_seeds import run_seeds
+
+SEEDS = tuple(range(100, 110))
+TINY = ["train_per_silo=40", "test_per_silo=20", "width=4", "hidden_size=16", "rounds=3", "iterations=1"]
+
+
+def run(options: Options) -> Iterator[Measurement]:
+    """Measure the wall time of FedAvg and UEFL on the nine silos of the embedded digits, data and folders included."""
+    seeds = SEEDS[:2] if options.tiny else SEEDS
+    experiments = parse_experiments(["fedavg", "uefl", *(TINY if options.tiny else ())], [], "default")
+    warm_up = parse_experiments(["uefl", *TINY], [], "default")
+    run_in_new_folder(warm_up["uefl"], seeds[:2], options.device)  # loads libraries
+    for method, experiment in experiments.items():
+        rows = {"one seed": seeds[:1], f"{len(seeds)} seeds in one stack": seeds}
+        contenders = {n: partial(run_in_new_folder, experiment, row, options.device) for n, row in rows.items()}
+        seconds = measure_interleaved(contenders, options, warm_up=False)
+        for contender, values in seconds.items():
+            yield Measurement(contender, f"{method}, whole run", options.time_unit, values)
+
+
+def run_in_new_folder(experiment: Experiment, seeds: tuple[int, ...], device: str) -> None:
+    """Run these seeds from their data to their summaries."""
+    runs = {f"seed {seed}": replace(experiment, seed=seed) for seed in seeds}
+    with tempfile.TemporaryDirectory() as folder:
+        run_seeds(runs, Path(folder), device=device, on_event=lambda _name, _event: None)

@@ -1,0 +1,114 @@
+"""Several seeds in one stack: every seed ends as its run alone, with its own data, weights, noise and decisions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import LOCAL, SHORT_RUN, make_network, make_short_method, make_striped_silo, run_rounds
+from test_stacked_engine import ALWAYS_EXTENDED, OTHER_METHODS, assert_close, find_difference, make_encoder
+
+from uefl.algorithms import METHODS
+from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.uefl import UEFL
+from uefl.core.federation import Silo
+from uefl.engines.serial import SerialEngine
+from uefl.engines.stacked.seed_stack import SeedStack
+from uefl.experiment.rounds import iterate_rounds
+
+SEEDS = (0, 3)
+UEFL_METHOD = UEFL(**SHORT_RUN, codebook=ALWAYS_EXTENDED)
+METHODS_TO_STACK: dict[str, FedAvg] = {
+    "uefl": UEFL_METHOD,
+    "uefl, two clients per round": replace(UEFL_METHOD, clients_per_round=2),
+    "uefl, stored optimizer state": replace(UEFL_METHOD, local=replace(LOCAL, reset_optimizer=False)),
+    "uefl, local batch norm": replace(UEFL_METHOD, batch_norm="local"),
+    **{name: make_short_method(METHODS[name]) for name in OTHER_METHODS},
+}
+
+
+def make_silos(seed: int) -> list[Silo]:
+    """Return silos whose sizes and examples differ by seed."""
+    sizes = {"ada": 20 + seed, "bob": 25, "cyd": 18, "dan": 28 - seed}
+    return [make_striped_silo(n, k, 10 * i + 100 * seed, rotated=i > 1) for i, (n, k) in enumerate(sizes.items())]
+
+
+def make_net(method: FedAvg, seed: int) -> Any:
+    return make_network(method, seed=seed, encoder_factory=make_encoder)
+
+
+def run_alone(method: FedAvg, seed: int, device: str = "cpu") -> Any:
+    silos = list(method.prepare_silos(make_silos(seed)))
+    clients = SerialEngine(silos, make_net(method, seed), seed=seed, dtype=torch.float64, device=device)
+    return run_rounds(method, clients)
+
+
+def run_stacked(method: FedAvg, seeds: tuple[int, ...], **settings: Any) -> dict[int, Any]:
+    stack, results = SeedStack(dtype=torch.float64, **settings), {}
+
+    def run_seed(seed: int) -> None:
+        clients = stack.open_clients(list(method.prepare_silos(make_silos(seed))), make_net(method, seed), seed)
+        results[seed] = run_rounds(method, clients)
+
+    stack.run([partial(run_seed, seed) for seed in seeds])
+    return results
+
+
+@pytest.mark.parametrize("name", METHODS_TO_STACK)
+def test_each_seed_equals_its_run_alone(name):
+    method = METHODS_TO_STACK[name]
+    results = run_stacked(method, SEEDS)
+    for seed in SEEDS:
+        (server, records), (alone, records_alone) = results[seed], run_alone(method, seed)
+        assert torch.equal(server.access, alone.access)
+        assert_close(server.model_state, alone.model_state)
+        assert [find_difference(a, b) for a, b in zip(records, records_alone, strict=True)] == [""] * len(records)
+
+
+def test_a_seed_behind_the_others_catches_up_with_the_same_result():
+    """A resumed seed starts in another round; the stack serves the seed that is behind first."""
+    method, stack, servers = UEFL_METHOD, SeedStack(dtype=torch.float64), {}
+
+    def run_seed(seed: int, first_rounds: int) -> None:
+        net = make_net(method, seed)
+        clients = stack.open_clients(make_silos(seed), net, seed)
+        server = None
+        if first_rounds:
+            alone = SerialEngine(make_silos(seed), net, seed=seed, dtype=torch.float64)
+            *_, server = iterate_rounds(method, alone, num_rounds=first_rounds)
+            clients.client_states = alone.client_states
+        *_, servers[seed] = iterate_rounds(method, clients, server)
+
+    stack.run([partial(run_seed, 0, 3), partial(run_seed, 3, 0)])
+    for seed in (0, 3):
+        assert_close(servers[seed].model_state, run_alone(method, seed)[0].model_state)
+
+
+def test_an_error_of_one_seed_stops_the_others():
+    method, stack, rounds = UEFL_METHOD, SeedStack(), []
+
+    def run_seed(seed: int) -> None:
+        for server in iterate_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed)):
+            rounds.append(server.round)
+            if seed == 3 and server.round == 2:
+                raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        stack.run([partial(run_seed, seed) for seed in (0, 3)])
+    assert max(rounds) <= 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", METHODS_TO_STACK)
+def test_on_cuda_each_seed_equals_its_run_alone(name):
+    method = METHODS_TO_STACK[name]
+    results = run_stacked(method, SEEDS, device="cuda")
+    for seed in SEEDS:
+        (server, records), (alone, records_alone) = results[seed], run_alone(method, seed, "cuda")
+        assert torch.equal(server.access, alone.access)
+        assert_close(server.model_state, alone.model_state)
+        assert [find_difference(a, b) for a, b in zip(records, records_alone, strict=True)] == [""] * len(records)

@@ -1,0 +1,71 @@
+"""Seeds in one stack have folders of their own, and resume like single runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import TINY_SETTINGS
+
+from uefl.core.errors import ResumableError
+from uefl.experiment.experiment import Experiment
+from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.run import Event, run
+from uefl.experiment.run_folder import RunFolder
+from uefl.experiment.stacked_seeds import group_by_seed, run_seeds
+
+
+@pytest.fixture(scope="module")
+def experiments() -> dict[str, Experiment]:
+    runs = {}
+    for seed in (3, 4):
+        (experiment,) = parse_experiments(
+            ["uefl", *TINY_SETTINGS, f"seed={seed}", "precision=float64"], [], "default"
+        ).values()
+        runs[f"seed {seed}"] = experiment
+    return runs
+
+
+def ignore(_name: str, _event: Event) -> None: ...
+
+
+def read_accuracies(folder: Path) -> list[float]:
+    summary: dict[str, Any] = RunFolder(folder).read_summary()
+    silos = summary["last"]["silos"].values()
+    return [silo[metric] for silo in silos for metric in ("accuracy", "entropy", "num_codewords")]
+
+
+def test_seeds_end_as_alone_also_after_an_interruption(experiments, tmp_path):
+    def stop_in_round_two(name: str, event: Event) -> None:
+        if name == "seed 4" and event["kind"] == "round" and event["record"]["round"] == 2:
+            raise ResumableError("stopped by the test")
+
+    with pytest.raises(ResumableError):
+        run_seeds(experiments, tmp_path / "stack", engine="stacked", on_event=stop_in_round_two)
+    checkpoints = list((tmp_path / "stack").glob("*/checkpoint*"))
+    assert checkpoints, "an interrupted run keeps its checkpoint"
+    folders = run_seeds(experiments, tmp_path / "stack", engine="stacked", on_event=ignore)
+    for name, folder in folders.items():
+        alone = run(experiments[name], tmp_path / "alone", engine="serial")
+        assert folder.name == alone.name
+        pairs = zip(read_accuracies(folder), read_accuracies(alone), strict=True)
+        assert all(math.isclose(one, other, rel_tol=1e-7) for one, other in pairs)
+        rounds = [json.loads(line)["round"] for line in RunFolder(folder).records_path.read_text().splitlines()]
+        assert rounds == list(range(1, experiments[name].method.total_rounds + 1))
+    finished: list[str] = []
+    run_seeds(
+        experiments,
+        tmp_path / "stack",
+        engine="stacked",
+        on_event=lambda name, event: finished.append(name) if event["kind"] == "finished" else None,
+    )
+    assert sorted(finished) == sorted(experiments)
+
+
+def test_groups_differ_in_their_seed_alone(experiments):
+    (fedavg,) = parse_experiments(["fedavg", *TINY_SETTINGS[:-3], "seed=3"], [], "default").values()
+    groups = group_by_seed({"a": experiments["seed 3"], "b": fedavg, "c": experiments["seed 4"]})
+    assert [list(group) for group in groups] == [["a", "c"], ["b"]]

@@ -1,0 +1,229 @@
+"""Several seeds of one method in one stack: their silos train together, and each seed keeps its own server.
+
+Every seed runs its rounds in a thread of its own, as if alone: own data, weights, noise, decisions and client states. A
+request of its server waits until all seeds have made one; then the silos of all seeds that asked for the same task
+of the same round run in one stack. So a seed's result does not depend on which seeds run beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from uefl.core.federation import Broadcast, Method, Reply, Silo, Split, Tensors
+from uefl.core.noise import derive_key
+from uefl.engines.serial import copy_into_network, copy_to_device
+from uefl.engines.stacked.stacked_engine import StackedEngine
+
+SEPARATOR = "\x1f"  # between seed and silo name in the label of a stacked silo
+
+
+class SeedStackStopped(Exception):
+    """Another seed of the stack failed, or the user stopped the run."""
+
+
+class Request(NamedTuple):
+    """What a seed's server asks of its silos; requests with equal keys run in one stack."""
+
+    method: Method
+    broadcast: Broadcast
+    task: str = ""  # of a query; empty for a round of training
+    splits: tuple[Split, ...] = ()
+    evaluate: bool = False
+
+    def key(self) -> tuple[Hashable, ...]:
+        """Return a key that sorts requests by the progress of their run: the queries after a round, then the next."""
+        return (self.broadcast.round, self.task, self.splits, self.evaluate, self.broadcast.lr)
+
+
+@dataclass(eq=False)
+class SeedClients:
+    """The clients of one seed of a stack; an engine for its server, and its part of the data for the stack."""
+
+    stack: SeedStack
+    seed: int
+    silos: Sequence[Silo]
+    net: nn.Module
+    initial_tensors: Tensors
+    device: torch.device
+    client_states: dict[str, Tensors] = field(default_factory=dict)
+
+    @property
+    def num_examples(self) -> Mapping[str, int]:
+        return {silo.name: len(silo.train.y) for silo in self.silos}
+
+    @property
+    def domains(self) -> Mapping[str, str]:
+        return {silo.name: silo.domain for silo in self.silos}
+
+    def initial_model_state(self) -> Tensors:
+        return {name: t.clone() for name, t in self.initial_tensors.items()}
+
+    def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
+        return iter(self.stack.wait_for_replies(self, Request(method, broadcast, evaluate=evaluate)))
+
+    def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
+        return iter(self.stack.wait_for_replies(self, Request(method, broadcast, task, tuple(splits))))
+
+
+class SeedStack:
+    """Run several seeds of one method in one process; each calls `open_clients` in its own thread."""
+
+    def __init__(self, **engine_settings: Any) -> None:
+        self.device = torch.device(engine_settings.get("device", "cpu"))
+        self._engine_settings = engine_settings
+        self._changed = threading.Condition()
+        self._turn = threading.Lock()  # one seed's server at a time: libraries have global state, such as generators
+        self._requests: dict[SeedClients, Request] = {}
+        self._replies: dict[SeedClients, list[Reply]] = {}
+        self._running = 0  # seeds whose thread has not ended
+        self._members: list[SeedClients] = []
+        self._errors: list[BaseException] = []
+        self._is_stopped = False
+        self._engine: SeedStackEngine | None = None
+
+    def open_clients(self, silos: Sequence[Silo], net: nn.Module, seed: int) -> SeedClients:
+        """Return the clients of a seed; called in the seed's thread before its first request."""
+        dtype = self._engine_settings.get("dtype", torch.float32)
+        net = copy_to_device(net, self.device, dtype)
+        tensors = {name: t.clone() for name, t in net.state_dict().items()}
+        clients = SeedClients(self, seed, sorted(silos, key=lambda silo: silo.name), net, tensors, self.device)
+        with self._changed:
+            self._members.append(clients)
+        return clients
+
+    def run(self, seeds: Sequence[Callable[[], None]]) -> None:
+        """Run the seeds' functions to their end, each in a thread; the first error stops all of them."""
+        threads = [threading.Thread(target=self._run_seed, args=(seed,), daemon=True) for seed in seeds]
+        self._running = len(threads)
+        for thread in threads:
+            thread.start()
+        try:
+            while requests := self._wait_for_requests():
+                self._answer(requests)
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            self._stop()
+            for thread in threads:
+                thread.join()
+            if self._engine:
+                self._engine.release()
+                self._engine = None
+        if self._errors:
+            raise self._errors[0]
+
+    def wait_for_replies(self, clients: SeedClients, request: Request) -> list[Reply]:
+        """Hand in a request of a seed's server and wait for its replies."""
+        self._turn.release()
+        try:
+            with self._changed:
+                self._requests[clients] = request
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: clients in self._replies or self._is_stopped)
+        finally:
+            self._turn.acquire()
+        if clients not in self._replies:
+            raise SeedStackStopped
+        return self._replies.pop(clients)
+
+    def _run_seed(self, seed: Callable[[], None]) -> None:
+        try:
+            if self.device.index is not None:
+                torch.cuda.set_device(self.device)  # each thread has a current device of its own
+            with self._turn:
+                if not self._is_stopped:
+                    seed()
+        except SeedStackStopped:
+            pass
+        except BaseException as error:  # raised again in the main thread
+            self._errors.append(error)
+            self._stop()
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def _wait_for_requests(self) -> dict[SeedClients, Request]:
+        """Wait until every seed has a request; return those that are furthest behind. None are left at the end."""
+        with self._changed:
+            while len(self._requests) < self._running and not self._is_stopped:
+                self._changed.wait(timeout=1.0)  # with a timeout, so that Ctrl-C is noticed
+            if self._is_stopped or not self._requests:
+                return {}
+            first = min(request.key() for request in self._requests.values())
+            return {
+                clients: self._requests.pop(clients)
+                for clients in list(self._requests)
+                if self._requests[clients].key() == first
+            }
+
+    def _answer(self, requests: Mapping[SeedClients, Request]) -> None:
+        if self._engine is None:
+            self._engine = SeedStackEngine(self._members, **self._engine_settings)
+        replies = self._engine.answer(requests)
+        with self._changed:
+            self._replies.update(replies)
+            self._changed.notify_all()
+
+
+class SeedStackEngine(StackedEngine):
+    """A stacked engine over the silos of all seeds; a silo's label within it is its seed and its name."""
+
+    def __init__(self, members: Sequence[SeedClients], **settings: Any) -> None:
+        self._owners = {label(m.seed, silo.name): (m, silo.name) for m in members for silo in m.silos}
+        silos = [replace(silo, name=label(m.seed, silo.name)) for m in members for silo in m.silos]
+        super().__init__(silos, members[0].net, **settings)
+
+    def answer(self, requests: Mapping[SeedClients, Request]) -> dict[SeedClients, list[Reply]]:
+        """Run equal requests of several seeds together."""
+        request = next(iter(requests.values()))
+        broadcasts = []
+        for clients, own in requests.items():
+            names, participants = (
+                tuple(label(clients.seed, n) for n in names)
+                for names in (own.broadcast.silo_names, own.broadcast.participants)
+            )
+            broadcasts.append(own.broadcast._replace(silo_names=names, participants=participants))
+            self.client_states.update({label(clients.seed, n): s for n, s in clients.client_states.items()})
+        replies: dict[SeedClients, list[Reply]] = {clients: [] for clients in requests}
+        for reply in self._run(request, broadcasts):
+            clients, name = self._owners[reply.silo_name]
+            replies[clients].append(reply._replace(silo_name=name))
+            if reply_state := self.client_states.get(reply.silo_name):
+                clients.client_states[name] = reply_state
+        return replies
+
+    def _run(self, request: Request, broadcasts: Sequence[Broadcast]) -> Iterator[Reply]:
+        if not request.task:
+            yield from self._fit_clients(request.method, broadcasts, evaluate=request.evaluate)
+        elif request.method.client_tasks[request.task].needs_full_split:
+            for broadcast in broadcasts:
+                yield from self.query(request.method, request.task, broadcast, request.splits)
+        else:
+            yield from self._query_clients(request.method, request.task, broadcasts, request.splits)
+
+    def _get_initial_tensors(self, name: str) -> Tensors:
+        return self._owners[name][0].initial_tensors
+
+    def _derive_key(self, name: str, *address: int | str) -> int:
+        clients, silo_name = self._owners[name]
+        return derive_key(clients.seed, silo_name, *address)
+
+    def _make_client_state(self, method: Method, name: str) -> Tensors:
+        copy_into_network(self.net, self._get_initial_tensors(name))
+        return super()._make_client_state(method, name)
+
+
+def label(seed: int, silo_name: str) -> str:
+    return f"{seed}{SEPARATOR}{silo_name}"

@@ -1,0 +1,84 @@
+"""Run several seeds of one experiment: with the stacked engine in one stack, otherwise one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from uefl.engines.stacked.seed_stack import SeedStack
+from uefl.experiment.experiment import Experiment
+from uefl.experiment.run import (
+    Engine,
+    Event,
+    PreparedRun,
+    make_engine_listeners,
+    make_engine_settings,
+    prepare_run,
+    run,
+    run_with_clients,
+)
+
+
+def group_by_seed(experiments: Mapping[str, Experiment]) -> list[dict[str, Experiment]]:
+    """Return groups of experiments that differ in their seed alone."""
+    groups: list[dict[str, Experiment]] = []
+    for name, experiment in experiments.items():
+        for group in groups:
+            if replace(next(iter(group.values())), seed=experiment.seed) == experiment:
+                group[name] = experiment
+                break
+        else:
+            groups.append({name: experiment})
+    return groups
+
+
+def run_seeds(
+    experiments: Mapping[str, Experiment],
+    root: Path,
+    *,
+    device: str = "cpu",
+    engine: str = "auto",
+    on_event: Callable[[str, Event], None],
+) -> dict[str, Path]:
+    """Run experiments that differ in their seed alone, each in its own folder, and return the folders.
+
+    Each seed is found finished, resumed or started, as if it ran alone; then all run in one stack.
+    """
+    names = list(experiments)
+    if len(names) > 1 and (device.startswith("cuda") or engine == "stacked"):
+        on_event(names[0], {"kind": "load", "data": experiments[names[0]].data.name})
+        images = experiments[names[0]].data.read_images()
+        prepare = partial(prepare_run, device=device, images=images)
+        first = prepare(experiments[names[0]], engine=engine, on_event=lambda _: None)
+        if first.context.engine == "stacked":
+            stack = SeedStack(**make_engine_settings(first), **make_engine_listeners(partial(on_event, names[0])))
+            return _run_in_one_stack(stack, experiments, root, partial(prepare, engine="stacked"), on_event)
+    return {
+        name: run(experiments[name], root, device=device, engine=engine, on_event=partial(on_event, name))
+        for name in names
+    }
+
+
+def _run_in_one_stack(
+    stack: SeedStack,
+    experiments: Mapping[str, Experiment],
+    root: Path,
+    prepare: Callable[..., PreparedRun],
+    on_event: Callable[[str, Event], None],
+) -> dict[str, Path]:
+    folders: dict[str, Path] = {}
+
+    def run_seed(name: str) -> None:
+        listener = partial(on_event, name)
+        prepared = prepare(experiments[name], on_event=listener)
+
+        def open_clients() -> nullcontext[Engine]:
+            return nullcontext(stack.open_clients(prepared.silos, prepared.net, prepared.experiment.seed))
+
+        folders[name] = run_with_clients(prepared.experiment, root, prepared.context, open_clients, listener)
+
+    stack.run([partial(run_seed, name) for name in experiments])
+    return {name: folders[name] for name in experiments}
