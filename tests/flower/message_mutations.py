@@ -10,7 +10,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from safetensors.torch import load, save
 
-from uefl.flower.wire import ARRAY_FORMAT, PAYLOAD_RECORD
+from uefl.flower.wire import ARRAY_FORMAT, PACKED_PREFIX, PAYLOAD_RECORD, pack_small_content
 
 HOSTILE_TEXTS = (
     "[/red]",
@@ -58,6 +58,8 @@ def mutate_reply(message: Message, reply: Message, rng: random.Random) -> Messag
     content = copy_content(reply.content)
     for _ in range(rng.randint(1, 3)):
         rng.choice(MUTATIONS)(content, rng)
+    if rng.random() < 0.5:  # the form in which a node sends small replies
+        pack_content(content, rng)
     return Message(content, reply_to=message)
 
 
@@ -67,6 +69,18 @@ def copy_content(content: RecordDict) -> RecordDict:
         for name, record in content.array_records.items()
     }
     return RecordDict({**{name: ConfigRecord(dict(r)) for name, r in content.config_records.items()}, **arrays})
+
+
+def pack_content(content: RecordDict, rng: random.Random) -> None:
+    """Move tensors into the payload record; some of them become values of another type."""
+    try:
+        packed = pack_small_content(content)[PAYLOAD_RECORD]
+    except Exception:
+        return  # mutated before
+    for name in [name for name in packed if name.startswith(PACKED_PREFIX) and rng.random() < 0.1]:
+        packed[name] = rng.choice(("text", 1.5, True, [1, 2], [b"a"], b"", packed[name] * 2))
+    content.clear()
+    content[PAYLOAD_RECORD] = packed
 
 
 def flip_bytes(content: RecordDict, rng: random.Random) -> None:

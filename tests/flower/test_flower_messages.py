@@ -67,6 +67,26 @@ def test_client_state_is_never_sent(tmp_path):
         assert not read_tensors(message, "tensors")
 
 
+def list_records(message) -> set[str]:
+    """Return the names of the records of tensors, wherever they travel in a message."""
+    packed = {n.removeprefix(wire.PACKED_PREFIX) for n in message.content.config_records[wire.PAYLOAD_RECORD]}
+    return (packed - {"json"}) | set(message.content.array_records)
+
+
+@pytest.mark.parametrize(("num_values", "is_packed"), [(10, True), (wire.MAX_PACKED_BYTES // 4, False)])
+def test_a_small_message_is_one_record_and_reads_like_a_large_one(num_values, is_packed):
+    tensors = {"a": torch.arange(num_values, dtype=torch.float32), "b": torch.tensor(True)}
+    message = wire.make_message({"round": 1}, 90, "train", ttl=60, model_state=tensors, extras={"c": torch.ones(2)})
+    assert list_records(message) == {"model_state", "extras"}
+    assert bool(message.content.array_records) != is_packed
+    assert read_payload(message)["round"] == 1
+    for name, tensor in read_tensors(message, "model_state").items():
+        assert torch.equal(tensor, tensors[name])
+    assert torch.equal(read_tensors(message, "extras")["c"], torch.ones(2))
+    assert wire.count_bytes(message.content) > 4 * num_values
+    assert not read_tensors(message, "answers")
+
+
 def test_a_message_has_no_images_and_no_name_of_another_silo(tmp_path):
     experiment, grid = make_experiment("uefl"), make_grid(tmp_path)
     run_rounds(make_flower_engine(grid, experiment), experiment)
@@ -74,7 +94,7 @@ def test_a_message_has_no_images_and_no_name_of_another_silo(tmp_path):
         payload = read_payload(message)
         text = json.dumps(payload)
         assert not [name for name in SILOS if name in text and name != payload.get("silo")]
-        assert set(message.content.array_records) <= {"model_state", "extras"}
+        assert list_records(message) <= {"model_state", "extras"}
 
 
 def test_bytes_are_counted_as_in_the_serial_engine(tmp_path):

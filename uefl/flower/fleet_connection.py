@@ -32,6 +32,8 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.serverapp import Grid
 from flwr.supercore.error import FlowerError
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -48,6 +50,7 @@ from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_f
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.retry import RetryInvoker
+from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
@@ -181,26 +184,13 @@ class FleetConnection:
 
     def receive(self, envelope: Envelope) -> Parcel:
         """Transfer the content of a message."""
-        counter = _ByteCounter()
         pull = make_pull_object_fn_protobuf(
             lambda request: _call_in_run(self._client.PullObject, request), self._node, envelope.run_id
         )
         confirm = make_confirm_message_received_fn_protobuf(
             lambda request: _call_in_run(self._client.ConfirmMessageReceived, request), self._node, envelope.run_id
         )
-        if sum(1 for _ in iterate_object_tree(envelope.object_tree)) > MAX_MESSAGE_OBJECTS:
-            raise InputError(f"the message has more than {MAX_MESSAGE_OBJECTS} parts")
-        message = pull_and_inflate_object_from_tree(
-            envelope.object_tree,
-            lambda object_id: counter.add(pull(object_id)),
-            confirm,
-            return_type=Message,
-            initial_backoff=0.05,
-            backoff_cap=1,
-            max_time=600,
-        )
-        message.metadata.__dict__["_message_id"] = envelope.object_tree.object_id  # the content does not contain it
-        return Parcel(message, counter.num_bytes)
+        return _receive_parts(envelope.object_tree, pull, confirm)
 
     def send(self, reply: Message, seconds: float) -> int:
         """Transfer a reply that took this time to compute; return the number of bytes."""
@@ -227,6 +217,38 @@ class FleetConnection:
     def close(self) -> None:
         """Close the connection."""
         self._client.close()
+
+
+def pull_reply(grid: Grid, message_id: str) -> list[Message]:
+    """Return the reply to a message in a list that is empty until there is one.
+
+    Flower's own method waits a second whenever a node is still uploading its reply, and its bytes have no bound.
+    """
+    if not isinstance(grid, HttpGrid):
+        return list(grid.pull_messages([message_id]))
+    client, run_id = grid._runtime_client, grid.run.run_id
+    response = client.PullMessages(PullAppMessagesRequest(message_ids=[message_id]))
+    pull = make_pull_object_fn_protobuf(client.PullObject, grid.node, run_id)
+    confirm = make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, grid.node, run_id)
+    return [_receive_parts(tree, pull, confirm).message for tree in response.message_object_trees]
+
+
+def _receive_parts(tree: ObjectTree, pull: Callable[[str], bytes], confirm: Callable[[str], None]) -> Parcel:
+    """Transfer the parts of a message, of which both number and bytes are bounded."""
+    counter = _ByteCounter()
+    if sum(1 for _ in iterate_object_tree(tree)) > MAX_MESSAGE_OBJECTS:
+        raise InputError(f"the message has more than {MAX_MESSAGE_OBJECTS} parts")
+    message = pull_and_inflate_object_from_tree(
+        tree,
+        lambda object_id: counter.add(pull(object_id)),
+        confirm,
+        return_type=Message,
+        initial_backoff=0.05,
+        backoff_cap=1,
+        max_time=600,
+    )
+    message.metadata.__dict__["_message_id"] = tree.object_id  # the content does not contain it
+    return Parcel(message, counter.num_bytes)
 
 
 class _ByteCounter:

@@ -35,9 +35,10 @@ from uefl.flower.fleet_connection import (
     make_error_reply,
     require_flower_version,
 )
+from uefl.flower.poll_delay import PollDelay
 
 log = logging.getLogger("uefl")
-MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0  # short after a message, longer while nothing arrives
+MAX_POLL_SECONDS = 1.0  # while nothing arrives
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 RETRIED_STATUS_CODES = {502, 503, 504}
 
@@ -102,16 +103,15 @@ class NodeLoop:
 
     def serve(self) -> None:
         """Answer messages one by one, without end."""
-        delay = MIN_POLL_SECONDS
+        delay = PollDelay(MAX_POLL_SECONDS)
         while True:
             envelope = self.connection.poll()
             if envelope is None:
-                time.sleep(delay)
-                delay = min(MAX_POLL_SECONDS, delay * 1.2)
+                delay.wait()
                 continue
             with suppress(RunEndedError):
                 self.answer(envelope)
-            delay = MIN_POLL_SECONDS
+            delay.reset()
 
     def answer(self, envelope: Envelope) -> None:
         """Answer one message by the installed app, or by the reason why it is rejected."""
@@ -131,6 +131,10 @@ class NodeLoop:
         if error:  # the client app writes the entries of the messages that reach it
             entry = AuditEntry(task=message.metadata.message_type, silo=self.options.silo, reason=error)
             append_audit_entry(Path(self.options.config["state_path"]), entry)
+        if reply.has_content():
+            from uefl.flower.wire import pack_small_content  # imports torch, as the client app does
+
+            reply.content = pack_small_content(reply.content)
         num_sent = self.connection.send(reply, time.monotonic() - start)
         outcome = f"rejected: {error}" if error else "answered"
         kind, seconds = message.metadata.message_type, time.monotonic() - start

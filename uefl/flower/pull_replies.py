@@ -1,7 +1,7 @@
 """Pull replies from the grid in threads: a silo controls the bytes that Flower decodes, and how fast they arrive.
 
-Flower drops all replies of a request if one of them cannot be decoded, and waits up to two hours for the rest of an
-incomplete upload. Each reply therefore has a request and a thread of its own.
+Flower drops all replies of a request if one of them cannot be decoded, and a pull waits for the rest of an incomplete
+upload. Each reply therefore has a request and a thread of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from uefl.core.errors import ResumableError
+from uefl.flower.fleet_connection import pull_reply
 
 CONNECTION_ERRORS = (ResumableError, httpx.HTTPError, OSError)  # not caused by the content of a reply
 MAX_WAIT_SECONDS = 0.5  # of one poll for pulls that are under way
@@ -48,7 +49,7 @@ class ReplyPuller:
 
         def pull() -> None:
             try:
-                future.set_result(list(self._grid.pull_messages([message_id])))
+                future.set_result(pull_reply(self._grid, message_id))
             except BaseException as e:  # an error in a thread is not raised anywhere else
                 future.set_exception(e)
 

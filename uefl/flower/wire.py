@@ -1,7 +1,8 @@
 """The format of messages: the tensors of a record travel as one Flower array, everything else as one JSON text.
 
-Flower transfers every array with separate requests, at the SuperLink, the node and the app. One array for each tensor
-of a network would take longer than most training, so they travel together, in the format of a safetensors file.
+Flower transfers every record and every array with separate requests, at the SuperLink, the node and the app. One array
+for each tensor of a network would take longer than most training, so they travel together, in the format of a
+safetensors file. In a small message these bytes travel in the record of the JSON text, which saves further requests.
 
 Both ends read messages of a sender that they do not trust: bytes, nesting and data types are bounded before anything
 is decoded, and every message names the versions of its sender.
@@ -26,10 +27,12 @@ from uefl.core.errors import InputError
 from uefl.core.federation import Tensors
 from uefl.core.untrusted_text import escape_text
 
-WIRE_VERSION = 1  # raise it when the content of messages changes
+WIRE_VERSION = 2  # raise it when the content of messages changes
 PAYLOAD_RECORD = "uefl"
 VERSIONS = "versions"  # key of the payload
 ARRAY_FORMAT = "safetensors"
+PACKED_PREFIX = "tensors/"  # then the name of a record: its bytes in the payload record of a small message
+MAX_PACKED_BYTES = 4 << 20  # Flower splits arrays of more than 5 MiB, but no other values
 SEPARATOR = "|"  # between the name of an answer and the name of its tensor
 MAX_JSON_LENGTH = 1 << 20  # characters of a payload
 MAX_JSON_DEPTH = 16  # nested lists and tables of a payload; an experiment needs 5
@@ -64,7 +67,15 @@ def make_message(
 ) -> Message:
     """Return a message to a node; Flower drops it after `ttl` seconds."""
     content, group_id = pack_content(payload, **records), str(payload.get("round", ""))
-    return Message(content, node_id, message_type, ttl=max(ttl, 1.0), group_id=group_id)
+    return Message(pack_small_content(content), node_id, message_type, ttl=max(ttl, 1.0), group_id=group_id)
+
+
+def pack_small_content(content: RecordDict) -> RecordDict:
+    """Return the content of a small message as a single record, which takes Flower a quarter of the requests."""
+    if count_bytes(content) > MAX_PACKED_BYTES:
+        return content
+    packed = {PACKED_PREFIX + name: record[ARRAY_FORMAT].data for name, record in content.array_records.items()}
+    return RecordDict({PAYLOAD_RECORD: ConfigRecord({**content.config_records[PAYLOAD_RECORD], **packed})})
 
 
 @contextmanager
@@ -127,9 +138,9 @@ def check_versions(payload: Mapping[str, Any], sender: str, receiver: str) -> No
 
 def read_tensors(message: Message, record: str, max_bytes: int = MAX_RECORD_BYTES) -> Tensors:
     """Return the tensors of one record of a message, or none if the message has no such record."""
-    arrays = message.content.array_records.get(record)
     try:
-        tensors = load(_check_bytes(arrays, max_bytes)) if arrays else {}
+        data = _find_bytes(message.content, record)
+        tensors = {} if data is None else load(_check_bytes(data, max_bytes))
     except Exception as e:  # bytes of an untrusted sender
         raise InputError(f"record {record} cannot be read ({escape_text(e, 200)})") from e
     for name, tensor in tensors.items():
@@ -141,8 +152,8 @@ def read_tensors(message: Message, record: str, max_bytes: int = MAX_RECORD_BYTE
 def count_bytes(content: RecordDict) -> int:
     """Return the bytes of a message's tensors and payload."""
     arrays = [array for record in content.array_records.values() for array in record.values()]
-    texts = [value for record in content.config_records.values() for value in record.values() if isinstance(value, str)]
-    return sum(len(array.data) for array in arrays) + sum(map(len, texts))
+    values = [value for record in content.config_records.values() for value in record.values()]
+    return sum(len(array.data) for array in arrays) + sum(len(v) for v in values if isinstance(v, str | bytes))
 
 
 def cast_to_half(tensors: Tensors) -> Tensors:
@@ -174,9 +185,17 @@ def _make_array_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     return ArrayRecord({ARRAY_FORMAT: Array("uint8", (len(data),), ARRAY_FORMAT, data)})
 
 
-def _check_bytes(arrays: ArrayRecord, max_bytes: int) -> bytes:
+def _find_bytes(content: RecordDict, record: str) -> object:
+    """Return the bytes of a record, which are in the payload record of a small message; nothing if there are none."""
+    payload, arrays = content.config_records.get(PAYLOAD_RECORD), content.array_records.get(record)
+    packed = payload.get(PACKED_PREFIX + record) if payload else None
+    return arrays[ARRAY_FORMAT].data if packed is None and arrays else packed
+
+
+def _check_bytes(data: object, max_bytes: int) -> bytes:
     """Return the bytes of a record, if neither they nor their header are too long."""
-    data = arrays[ARRAY_FORMAT].data
+    if not isinstance(data, bytes):
+        raise InputError("it is no sequence of bytes")
     if len(data) > max_bytes:
         raise InputError(f"it has {len(data)} bytes, at most {max_bytes} are allowed")
     if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:  # the format starts with the length of its header
