@@ -1,5 +1,6 @@
 """Silos that reply late, disconnect, reconnect, or lose their client state."""
 
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -62,6 +63,20 @@ def test_without_a_quorum_a_round_waits_for_the_timeout(tmp_path):
     policy = replace(QUICK_POLICY, reply_timeout=0.5, grace=0.0, quorum=3, retries=0)
     with pytest.raises(ResumableError, match=r"D2-1: missing: no reply within 0\.5 s\)"):
         run_rounds(make_flower_engine(grid, experiment, policy=policy), experiment)
+
+
+def test_a_query_to_fewer_silos_than_the_quorum_does_not_wait_for_the_timeout(tmp_path):
+    experiment, grid = make_experiment("fedavg", rounds=2, iterations=1), make_grid(tmp_path)
+    policy, broadcasts = replace(QUICK_POLICY, reply_timeout=300, grace=0.3), []
+    engine, method = make_flower_engine(grid, experiment, policy=policy), experiment.method
+    fit = engine.fit
+    engine.fit = lambda method, broadcast, **options: broadcasts.append(broadcast) or fit(method, broadcast, **options)
+    method.run_round(engine, method.initialize_server(engine))
+    grid.tamper = lambda _message, _reply: None
+    broadcast, started = broadcasts[0]._replace(participants=("D2-1",)), time.monotonic()
+    (reply,) = engine.query(method, "evaluate", broadcast, ("test",))
+    assert time.monotonic() - started < 100, "the query waited for the timeout"
+    assert re.fullmatch(r"missing: no reply within [0-9.]+ s", reply.rejected)
 
 
 def test_the_client_state_of_a_late_silo_does_not_count(tmp_path):

@@ -13,6 +13,7 @@ from torch import nn
 from uefl.core.errors import InputError, ResumableError
 from uefl.core.federation import Broadcast, Method, Reply, Split, Tensors, gather_accessible_rows, size_in_bytes
 from uefl.experiment.settings import to_dict
+from uefl.flower.poll_delay import PollDelay
 from uefl.flower.reply_reader import IdentityMismatch, ReplyReader, ReplyRequest
 from uefl.flower.silo_registry import SiloInfo, SiloRegistry
 from uefl.flower.wire import cast_to_half, make_message
@@ -57,6 +58,7 @@ class FlowerEngine:
             "classes": list(class_names),
             "half_precision": half_precision,
         }
+        self._slowest_reply = 0.0  # seconds from sending to the arrival of a reply
         self._reader = ReplyReader(net, tuple(image_shape), dtype=dtype, half_precision=half_precision)
 
     @property
@@ -106,7 +108,8 @@ class FlowerEngine:
 
         for _ in range(1 + policy.retries):
             open_names = [n for n in sorted(broadcast.participants) if n not in results or results[n][0].rejected]
-            for name, message in self._send_and_collect(broadcast, payload, open_names, has_quorum):
+            replies = self._send_and_collect(broadcast, payload, open_names, has_quorum, is_required=quorum > 0)
+            for name, message in replies:
                 results[name] = self._read_reply(message, method, narrow_broadcast(broadcast, name), payload)
             if count_valid() >= quorum:
                 return [results[name] for name in sorted(results)]
@@ -117,7 +120,13 @@ class FlowerEngine:
         )
 
     def _send_and_collect(
-        self, broadcast: Broadcast, payload: Payload, silo_names: Sequence[str], has_quorum: Callable[[], bool]
+        self,
+        broadcast: Broadcast,
+        payload: Payload,
+        silo_names: Sequence[str],
+        has_quorum: Callable[[], bool],
+        *,
+        is_required: bool,
     ) -> Iterator[tuple[str, Message | str]]:
         """Send the messages, and yield for each silo its reply, or the reason why none arrived in time."""
         grid = self.registry.grid
@@ -133,28 +142,38 @@ class FlowerEngine:
                 self.on_progress(name, payload.get("task", "training"))
             else:
                 yield name, "missing: the node is not connected"
-        yield from self._collect_replies(waiting, has_quorum)
+        yield from self._collect_replies(waiting, has_quorum, is_required=is_required)
 
     def _collect_replies(
-        self, waiting: dict[str, str], has_quorum: Callable[[], bool]
+        self, waiting: dict[str, str], has_quorum: Callable[[], bool], *, is_required: bool
     ) -> Iterator[tuple[str, Message | str]]:
         """Yield replies to messages (silo names by message id) until the timeout, or the grace after the quorum."""
         policy, started, quorum_time = self.registry.policy, time.monotonic(), math.inf
+        timeout, delay = self._compute_timeout(is_required=is_required), PollDelay(policy.poll_interval)
         while waiting:
             for message_id, reply in self.registry.puller.pull_replies(list(waiting)):
                 name = waiting.pop(message_id)
+                self._slowest_reply = max(self._slowest_reply, time.monotonic() - started)
                 self.on_progress(name, "replied")
                 yield name, reply
             now = time.monotonic()
             quorum_time = min(quorum_time, now) if has_quorum() else math.inf
-            if now >= min(started + policy.reply_timeout, quorum_time + policy.grace):
+            if now >= min(started + timeout, quorum_time + policy.grace):
                 break
-            time.sleep(policy.poll_interval if waiting else 0)
-        limit = f"{policy.reply_timeout:g} s"
-        if quorum_time + policy.grace < started + policy.reply_timeout:
+            if waiting:
+                delay.wait()
+        limit = f"{timeout:.3g} s"
+        if quorum_time + policy.grace < started + timeout:
             limit = f"{policy.grace:g} s after the quorum was met"
         for name in waiting.values():
             yield name, f"missing: no reply within {limit}"
+
+    def _compute_timeout(self, *, is_required: bool) -> float:
+        """Return how long replies are awaited; those that a run can do without, not much longer than earlier ones."""
+        policy = self.registry.policy
+        if is_required or not self._slowest_reply:
+            return policy.reply_timeout
+        return min(policy.reply_timeout, 2 * self._slowest_reply + policy.grace)
 
     def _make_message(self, broadcast: Broadcast, payload: Payload, node_id: int) -> Message:
         (name,) = broadcast.silo_names
