@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import pytest
+from privileged import require_root
 
 
 class OtherMachine(NamedTuple):
@@ -35,8 +35,7 @@ def call_ip(*arguments: str, check: bool = True) -> None:
 @contextmanager
 def open_other_machine() -> Iterator[OtherMachine]:
     """Create a namespace for the block; only root may do that."""
-    if os.geteuid() != 0:
-        pytest.skip("network namespaces need root")
+    require_root("network namespaces")
     number = os.getpid() % 250
     machine = OtherMachine(f"uefl-{os.getpid()}", f"10.213.{number}.1", f"10.213.{number}.2")
     outside, inside = f"ueflo{os.getpid()}", f"uefli{os.getpid()}"
