@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from uefl.cli.main import app
 from uefl.core.errors import InputError
+from uefl.flower import certificates
 from uefl.flower.coordinator import CoordinatorOptions, make_superlink_command
 from uefl.flower.demo import start_processes, write_digits, write_run_settings
 from uefl.flower.deployment import check_run_config, write_deployment
@@ -120,6 +121,13 @@ def test_the_run_configuration_overrides_only_settings_of_the_app(folder):
         ("rounds = 3", "unknown setting 'rounds'; known: method"),
         ("connect_timeout = 60", "connect_timeout=60 has the wrong type; expected a value such as 120.0"),
         ("connect_timeout =", "federation.toml: Invalid value"),
+        ('image_shape = "28x28"', "image_shape=28x28 must be channels,height,width, such as 1,28,28"),
+        ('classes = "cat,cat"', "classes=cat,cat must be different names, separated by commas"),
+        ("grace = -1.0", "grace=-1.0"),
+        ("retries = -1", "retries=-1"),
+        ("quorum = 3", "quorum=3 must be at most num_silos=2"),
+        ("num_silos = 0", "num_silos=0 must be at least 1"),
+        ('data_changes = "never"', "unknown data_changes 'never'; known: accept, freeze"),
     ],
 )
 def test_an_error_in_the_run_configuration_is_found_before_anything_starts(line, reason, folder):
@@ -127,6 +135,15 @@ def test_an_error_in_the_run_configuration_is_found_before_anything_starts(line,
     with pytest.raises(InputError) as error:
         check_run_config(path)
     assert reason in str(error.value)
+
+
+def test_the_check_names_an_expired_certificate(tmp_path, monkeypatch):
+    monkeypatch.setattr(certificates, "VALID_DAYS", -1 / 48)  # half an hour ago
+    coordinator = write_deployment(tmp_path / "f", ["north"], address="127.0.0.1") / "coordinator"
+    for options in ((), ("--certificates-only",)):
+        result = CliRunner().invoke(app, ["deploy", "check", str(coordinator / "federation.toml"), *options])
+        assert isinstance(result.exception, InputError)
+        assert re.match(r"ca\.crt expired on .*; the coordinator's operator runs", str(result.exception))
 
 
 def test_the_run_script_reports_an_error_in_one_line_and_exits_with_code_2(folder):

@@ -64,7 +64,9 @@ def test_silos_are_added_and_removed_while_the_guard_runs(tmp_path):
         east = add_silo(folder, "east")
         assert f"--coordinator {address} --silo east" in (east / "node.sh").read_text()
         assert ADMITTED in explain_connection(east, address)
-        remove_silo(folder, "east")
+        lines = remove_silo(folder, "east")
+        assert lines[0] == f"deleted: {folder / 'coordinator/keys/east.pub'}"
+        assert lines[1].startswith("east: the SuperLink does not answer, so its list keeps the key; the guard rejects")
         assert "the key of the certificate is not registered" in explain_connection(east, address)
         assert ADMITTED in explain_connection(folder / "silos/north", address)
     with pytest.raises(InputError, match="silo east is not registered; registered: north"):

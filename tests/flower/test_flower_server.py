@@ -1,5 +1,7 @@
 """A run of the server app: it stops below the quorum, resumes with the same silos, and finds a finished run."""
 
+import os
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from uefl.experiment.records import read_records
 from uefl.experiment.run_folder import RunFolder
 from uefl.flower.data_format import DECIDED_BY_SILOS
 from uefl.flower.deployment import find_flower_app
-from uefl.flower.run_result import read_result, record_result
+from uefl.flower.run_result import KILLED_MESSAGE, RunResult, read_result, record_result, write_result
 from uefl.flower.server import RegistrationStore, make_server_app, serve
 from uefl.flower.wire import read_payload
 
@@ -98,6 +100,32 @@ def test_a_full_disk_stops_a_run_with_one_line(tmp_path, monkeypatch):
             run_config,
             on_event=lambda _: None,
         )
+
+
+def test_a_result_is_written_although_the_disk_is_full(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    def run():
+        with record_result(tmp_path):
+            monkeypatch.setattr("uefl.flower.run_result.write_text", fail)
+            fail()
+
+    with pytest.raises(ResumableError, match="no space left on device"):
+        run()
+    assert read_result(tmp_path)[:2] == ("stopped", 3)
+    assert "no space left on device; run the same command again" in read_result(tmp_path).message
+
+
+def test_a_result_of_a_server_app_that_has_ended_without_one_is_no_longer_running(tmp_path):
+    write_result(tmp_path, RunResult("running", 3, pid=os.getpid()))
+    assert read_result(tmp_path).status == "running"
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, but its parent has not noticed
+    for _ in range(2):
+        write_result(tmp_path, RunResult("running", 3, pid=process.pid))
+        assert read_result(tmp_path)[:3] == ("stopped", 3, KILLED_MESSAGE)
+        process.wait()
 
 
 def test_names_stay_bound_to_their_keys_when_the_coordinator_starts_again(tmp_path):

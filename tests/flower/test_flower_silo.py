@@ -1,6 +1,7 @@
 """A silo reports no paths, writes one line per message to its audit log, and keeps its files private."""
 
 import json
+import os
 import shutil
 import stat
 from dataclasses import replace
@@ -14,7 +15,7 @@ from uefl.core.federation import size_in_bytes
 from uefl.data.config import DataConfig
 from uefl.flower import client_audit
 from uefl.flower.client import make_client_app
-from uefl.flower.client_audit import AUDIT_FILE
+from uefl.flower.client_audit import AUDIT_FILE, AuditEntry, append_audit_entry
 from uefl.flower.connect import connect
 from uefl.flower.demo import write_digits
 from uefl.flower.silo_errors import describe_error
@@ -129,6 +130,17 @@ def test_a_silo_sends_nothing_if_its_audit_log_cannot_be_written(tmp_path, monke
     payload = read_payload(reply)
     assert payload["rejected"].startswith("OSError: no space left on device")
     assert "classes" not in payload
+
+
+def test_a_line_that_a_full_disk_cuts_off_does_not_damage_the_audit_log(tmp_path, monkeypatch):
+    write = os.write
+    append_audit_entry(tmp_path / "state", AuditEntry(silo="north"))
+    with monkeypatch.context() as context:
+        context.setattr(client_audit.os, "write", lambda file, content: write(file, content[:7]))
+        with pytest.raises(OSError, match="No space left on device"):
+            append_audit_entry(tmp_path / "state", AuditEntry(silo="north"))
+    append_audit_entry(tmp_path / "state", AuditEntry(silo="north"))
+    assert [entry["silo"] for entry in read_audit_log(tmp_path / "state")] == ["north", "north"]
 
 
 def test_files_of_a_silo_are_readable_by_their_owner_only(tmp_path):

@@ -162,11 +162,14 @@ def add_silo(
 def remove_silo(folder: FederationFolder, silo: Annotated[str, typer.Argument(help="Name of the silo.")]) -> None:
     """Delete the key of a silo at the coordinator; the guard rejects the silo from its next request on.
 
+    While serve.sh runs, the key is deleted from the list of the SuperLink too.
+
     Example: `uefl deploy remove-silo hospitals east`.
     """
     with _require_flower():
         from uefl.flower import membership
-    typer.echo(f"deleted: {membership.remove_silo(folder, silo)}")
+    for line in membership.remove_silo(folder, silo):
+        typer.echo(line)
 
 
 @group.command()
@@ -205,16 +208,22 @@ def _log_with_time_stamps() -> None:
 
 
 @group.command()
-def check(file: Annotated[Path, typer.Argument(help="federation.toml of a coordinator.")]) -> None:
-    """Check the run configuration of a coordinator; run.sh does this before a run.
+def check(
+    file: Annotated[Path, typer.Argument(help="federation.toml of a coordinator.")],
+    certificates_only: Annotated[bool, typer.Option(help="Check only that no certificate has expired.")] = False,
+) -> None:
+    """Check the certificates and the run configuration of a coordinator; register.sh and run.sh do this first.
 
     \b
     Example:
       uefl deploy check hospitals/coordinator/federation.toml
     """
     with _require_flower():
+        from uefl.flower.certificates import check_expiry
         from uefl.flower.deployment import check_run_config
-    check_run_config(file)
+    check_expiry(file.parent)
+    if not certificates_only:
+        check_run_config(file)
 
 
 @group.command()

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from uefl.core.aggregate import find_non_finite
 from uefl.core.errors import ResumableError
 from uefl.core.federation import ServerState, Tensors
 from uefl.engines.serial import to_channels_last
-from uefl.experiment.files import make_temporary_path, replace_file
+from uefl.experiment.files import open_replacement
 from uefl.experiment.run_folder import RunFolder
 
 SCALAR_FIELDS = ("round", "iteration", "is_codebook_final", "open_record")
@@ -97,10 +99,16 @@ def save_model(path: Path, server: ServerState, client_states: dict[str, Tensors
 
 def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, Any]) -> None:
     """Save tensors and JSON values as a safetensors file, in one step."""
-    temporary = make_temporary_path(path)
     flat = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(flat, temporary, metadata={"uefl": json.dumps(metadata, sort_keys=True)})
-    replace_file(temporary, path)
+    with open_replacement(path) as temporary:
+        try:
+            save_file(flat, temporary, metadata={"uefl": json.dumps(metadata, sort_keys=True)})
+        except SafetensorError as e:
+            match = re.search(r"os error (\d+)", str(e))
+            if match is None:
+                raise
+            number = int(match[1])  # such as a full disk, which every other file reports as an OSError
+            raise OSError(number, os.strerror(number), str(path)) from e
 
 
 def load_tensors(path: Path) -> tuple[Tensors, dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from uefl.core.metrics import mean_metric, select_table_metrics
-from uefl.experiment.files import make_temporary_path, replace_file
+from uefl.experiment.files import open_replacement
 from uefl.experiment.records import Record, count_new_codewords, list_uncertain_silos
 
 
@@ -37,6 +37,5 @@ def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
         axes.set_ylabel(f"{metric.label}  mean {metric.description}")
         axes.grid(alpha=0.3)
     figure.axes[0].legend(loc="lower right", framealpha=0.9)
-    temporary = make_temporary_path(path)
-    figure.savefig(temporary, dpi=130, format="png")
-    replace_file(temporary, path)
+    with open_replacement(path) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")

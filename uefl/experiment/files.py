@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from uefl.core.errors import InputError
+from uefl.core.errors import InputError, ResumableError
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600  # readable by the owner only
 
 
@@ -29,11 +32,33 @@ def ensure_writable_folder(folder: Path) -> Path:
     return folder
 
 
+@contextmanager
+def explain_disk_errors(folder: Path) -> Iterator[None]:
+    """Turn an error such as a full disk into one line: what was complete is on the disk, so the run can be resumed."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in DISK_ERRORS:
+            raise
+        reason = os.strerror(e.errno).lower()
+        raise ResumableError(f"cannot write to {folder}: {reason}; run the same command again to resume") from e
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a text file in one step."""
+    with open_replacement(path) as temporary:
+        temporary.write_text(text)
+
+
+@contextmanager
+def open_replacement(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces a file after the block; a block that fails leaves the file as it was."""
     temporary = make_temporary_path(path)
-    temporary.write_text(text)
-    replace_file(temporary, path)
+    try:
+        yield temporary
+        replace_file(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # on a full disk, the incomplete file would keep the last space
 
 
 def make_temporary_path(path: Path) -> Path:

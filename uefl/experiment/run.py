@@ -28,7 +28,7 @@ from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint, save_model
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
-from uefl.experiment.files import ensure_writable_folder, write_text
+from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, write_text
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 
@@ -173,7 +173,7 @@ def run_with_clients(
     """Run, resume or find an experiment with any clients; they are opened only if rounds remain."""
     name = f"{experiment.method_name}-{experiment.data.name}-{experiment.run_id(context.fingerprint)}"
     folder = RunFolder(ensure_writable_folder(root / name))
-    with folder.lock():
+    with explain_disk_errors(root), folder.lock():
         if folder.is_finished:
             engine = folder.read_header()["engine"]
             on_event({"kind": "finished", "folder": str(folder.path), "engine": engine})

@@ -138,11 +138,18 @@ def load_node_key(path: Path) -> ec.EllipticCurvePrivateKey:
 def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
     """Return the public key of a silo, in the format of ssh-keygen."""
     try:
-        key = load_ssh_public_key(path.read_bytes())
+        return parse_public_key(path.read_bytes())
+    except InputError as e:
+        raise InputError(f"{path}: {e}") from e
     except (OSError, ValueError) as e:
         raise InputError(f"{path}: no readable public key in the format of ssh-keygen") from e
+
+
+def parse_public_key(content: bytes) -> ec.EllipticCurvePublicKey:
+    """Return the public key in the content of a file that ssh-keygen wrote."""
+    key = load_ssh_public_key(content)
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise InputError(f"{path}: not an ECDSA key")
+        raise InputError("not an ECDSA key")
     return key
 
 
@@ -193,6 +200,13 @@ def describe_expiry(folder: Path) -> Iterator[str]:
             yield f"{path.name} expired on {end:%Y-%m-%d}; the coordinator's operator runs `uefl deploy renew`"
         elif days < WARNING_DAYS:
             yield f"{path.name} expires on {end:%Y-%m-%d}, in {days} days; run `uefl deploy renew` before"
+
+
+def check_expiry(folder: Path) -> None:
+    """Raise an `InputError` for the first certificate in a folder that has expired."""
+    for line in describe_expiry(folder):
+        if " expired on " in line:
+            raise InputError(line)
 
 
 def create_node_key(private: Path, public: Path) -> None:

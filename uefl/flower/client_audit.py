@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -57,6 +58,9 @@ def append_audit_entry(state_folder: Path, entry: AuditEntry) -> None:
     file = os.open(state_folder / AUDIT_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE_MODE)
     try:
         os.fchmod(file, PRIVATE_FILE_MODE)  # an earlier file may have another mode
-        os.write(file, line.encode())
+        content, end = line.encode(), os.fstat(file).st_size
+        if os.write(file, content) < len(content):  # the disk is full; a part of a line would damage the next one
+            os.ftruncate(file, end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(file)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+from uefl.experiment.files import write_text
+
+log = logging.getLogger("uefl")
 CONTACTS_FILE = "contacts.json"
 WRITE_SECONDS = 5.0  # nodes poll each second, so not every request is written
 
@@ -31,9 +34,10 @@ class ContactFile:
         self._contacts[silo] = Contact(now, address)
         if is_new or now - self._written > WRITE_SECONDS:
             self._written = now
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self._contacts))
-            os.replace(temporary, self._path)
+            try:
+                write_text(self._path, json.dumps(self._contacts))
+            except OSError as e:  # such as a full disk; requests are forwarded all the same
+                log.error("guard: cannot write %s: %s", self._path, (e.strerror or str(e)).lower())
 
 
 def read_contacts(folder: Path) -> dict[str, Contact]:

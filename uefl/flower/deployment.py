@@ -73,7 +73,8 @@ def find_flower_app() -> Path:
 
 def check_run_config(path: Path) -> None:
     """Check the run configuration of a coordinator before anything starts."""
-    from uefl.flower.server import parse_run_config  # slow to import
+    from uefl.flower.data_format import parse_data_format  # slow to import, as it imports torch
+    from uefl.flower.server import parse_policy, parse_run_config
 
     try:
         run_config = tomllib.loads(path.read_text())
@@ -85,7 +86,10 @@ def check_run_config(path: Path) -> None:
             raise unknown_value_error("setting", name, defaults)
         if type(value) is not type(defaults[name]):
             raise InputError(f"{name}={value!r} has the wrong type; expected a value such as {defaults[name]!r}")
-    parse_run_config({**defaults, **run_config})
+    run_config = {**defaults, **run_config}
+    parse_run_config(run_config)
+    parse_policy(run_config)
+    parse_data_format(run_config["image_shape"], run_config["classes"])
 
 
 def _write_coordinator_folder(folder: Path, address: str, port: int, superlink_port: int) -> None:

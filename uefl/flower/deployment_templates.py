@@ -9,6 +9,7 @@ SCRIPT_HEADER = """#!/usr/bin/env bash
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 cd "$here"
+umask 077  # files of this folder hold data and keys
 export FLWR_HOME="$here/flwr"
 # No telemetry, no update check, no installation at run time.
 """
@@ -27,7 +28,8 @@ END
 SERVE_COMMAND = """exec uefl deploy serve "$here" --host {host} --port {port} --superlink-port {superlink_port}
 """
 
-REGISTER_COMMAND = """for key in keys/*.pub; do
+REGISTER_COMMAND = """uefl deploy check federation.toml --certificates-only
+for key in keys/*.pub; do
     flwr supernode register "$key" federation --name "$(basename "$key" .pub)" ||
         echo "$key: not registered; it may be registered already"
 done

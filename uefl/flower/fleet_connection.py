@@ -22,6 +22,7 @@ from flwr.app.message import remove_content_from_message
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, ErrorCode
 from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.control_pb2 import ListNodesRequest, UnregisterNodeRequest
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
     DeactivateNodeRequest,
@@ -34,6 +35,7 @@ from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
+from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.error import FlowerError
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
@@ -135,6 +137,23 @@ def find_forged_sender(target: str, body: bytes) -> str:
     request = PushMessagesRequest.FromString(body)
     senders = {message.metadata.src_node_id for message in request.messages_list}
     return "" if senders <= {request.node.node_id} else "the reply has another node as its sender"
+
+
+def unregister_key(superlink_port: int, ca: Path, key: ec.EllipticCurvePublicKey) -> bool:
+    """Delete a key from the list of the SuperLink at 127.0.0.1; return whether the list had it."""
+    client = ControlHttpClient(
+        f"https://127.0.0.1:{superlink_port}",
+        interceptors=(RuntimeVersionHttpInterceptor("flwr CLI"),),
+        verify=ssl.create_default_context(cafile=str(ca)),
+    )
+    try:
+        nodes = client.ListNodes(ListNodesRequest()).nodes_info
+        node_ids = [n.node_id for n in nodes if n.public_key == public_key_to_bytes(key) and not n.unregistered_at]
+        for node_id in node_ids:
+            client.UnregisterNode(UnregisterNodeRequest(node_id=node_id))
+    finally:
+        client.close()
+    return bool(node_ids)
 
 
 class FleetConnection:

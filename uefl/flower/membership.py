@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import httpx
 from cryptography import x509
 
 from uefl.core.errors import InputError
 from uefl.flower import certificates
 from uefl.flower.deployment import LOOPBACK_HOSTS, check_name, write_silo
 from uefl.flower.doctor import read_ports
+from uefl.flower.fleet_connection import unregister_key
 
 
 def renew_certificates(folder: Path) -> list[Path]:
@@ -40,14 +42,27 @@ def add_silo(folder: Path, silo: str, public_key: Path | None = None) -> Path:
     return write_silo(folder, silo, hosts[0], port, public_key)
 
 
-def remove_silo(folder: Path, silo: str) -> Path:
-    """Delete the key of a silo from the coordinator's folder; the guard rejects it from the next request on."""
-    path = folder / "coordinator/keys" / f"{silo}.pub"
+def remove_silo(folder: Path, silo: str) -> list[str]:
+    """Delete the key of a silo at guard and SuperLink; return lines that tell what was deleted and what remains."""
+    coordinator = folder / "coordinator"
+    path = coordinator / "keys" / f"{silo}.pub"
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in path.parent.glob("*.pub")))
         raise InputError(f"silo {silo} is not registered; registered: {known or 'none'}")
-    path.unlink()
-    return path
+    key, (_, superlink_port) = path.read_bytes(), read_ports(coordinator / "serve.sh")
+    path.unlink()  # first of all, so that the guard rejects the silo whatever happens next
+    return [f"deleted: {path}", f"{silo}: {_unregister_key(superlink_port, coordinator / 'ca.crt', key)}"]
+
+
+def _unregister_key(superlink_port: int, ca: Path, key: bytes) -> str:
+    try:
+        is_listed = unregister_key(superlink_port, ca, certificates.parse_public_key(key))
+    except (httpx.HTTPError, ValueError, OSError):
+        return (
+            "the SuperLink does not answer, so its list keeps the key; the guard rejects the key, "
+            "and no other machine reaches the SuperLink"
+        )
+    return f"its key {'is deleted at' if is_listed else 'was not registered at'} the SuperLink too"
 
 
 def read_server_certificate(path: Path) -> tuple[list[str], certificates.PublicKey]:

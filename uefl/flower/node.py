@@ -7,6 +7,7 @@ from the installed one is rejected before its message is read.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import signal
 import threading
@@ -130,7 +131,10 @@ class NodeLoop:
                 reply = make_error_reply(message, error)
         if error:  # the client app writes the entries of the messages that reach it
             entry = AuditEntry(task=message.metadata.message_type, silo=self.options.silo, reason=error)
-            append_audit_entry(Path(self.options.config["state_path"]), entry)
+            try:
+                append_audit_entry(Path(self.options.config["state_path"]), entry)
+            except OSError:  # such as a full disk; a rejection contains no data
+                log.exception("silo %s could not write its audit log", self.options.silo)
         if reply.has_content():
             from uefl.flower.wire import pack_small_content  # imports torch, as the client app does
 
@@ -164,6 +168,7 @@ class NodeLoop:
 def run_node(options: NodeOptions) -> None:
     """Connect a silo to the coordinator and answer its messages until SIGTERM."""
     require_flower_version()
+    os.umask(0o077)  # client state and the audit log are readable by their owner only
     signal.signal(signal.SIGTERM, _exit_on_signal)
     from uefl.flower.client import make_client_app  # imports torch, so only after the check of the version
     from uefl.flower.deployment import find_flower_app

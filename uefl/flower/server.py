@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import httpx
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from uefl.core.errors import InputError, ResumableError
+from uefl.core.untrusted_text import escape_text
 from uefl.experiment.comparison import print_results
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import ensure_writable_folder, write_text
@@ -38,8 +40,9 @@ def make_server_app() -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         console, run_config = Console(width=120, highlight=False), dict(context.run_config)
+        root = Path(str(run_config["out"]))
         try:
-            with record_result(Path(str(run_config["out"]))) as details:
+            with record_result(root) as details, explain_superlink_errors():
                 ((name, experiment),) = parse_run_config(run_config).items()
                 with ProgressDisplay(console) as display:
                     folder = serve(grid, experiment, run_config, on_event=lambda event: display.on_event(name, event))
@@ -62,18 +65,27 @@ def parse_run_config(run_config: dict[str, Any]) -> dict[str, Experiment]:
     return {name: require_network_support(experiment) for name, experiment in experiments.items()}
 
 
-def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_event: Listener) -> Path:
-    """Run or resume an experiment with the silos behind this grid; return the run folder."""
-    root = Path(str(run_config["out"]))
-    policy = RoundPolicy(
+def parse_policy(run_config: dict[str, Any]) -> RoundPolicy:
+    """Return the timeouts and the quorum of a run configuration."""
+    num_silos, quorum = int(run_config["num_silos"]), int(run_config["quorum"])
+    if num_silos < 1:
+        raise InputError(f"num_silos={num_silos} must be at least 1")
+    if quorum > num_silos:
+        raise InputError(f"quorum={quorum} must be at most num_silos={num_silos}")
+    return RoundPolicy(
         connect_timeout=float(run_config["connect_timeout"]),
         reply_timeout=float(run_config["reply_timeout"]),
         grace=float(run_config["grace"]),
-        quorum=int(run_config["quorum"]),
+        quorum=quorum,
         retries=int(run_config["retries"]),
         data_changes=run_config["data_changes"],
         poll_interval=POLL_INTERVAL_SECONDS,
     )
+
+
+def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_event: Listener) -> Path:
+    """Run or resume an experiment with the silos behind this grid; return the run folder."""
+    root, policy = Path(str(run_config["out"])), parse_policy(run_config)
     # The server cannot read the data, so a hash of the federation's name takes the place of their fingerprint.
     fingerprint = hashlib.sha256(str(run_config["federation_name"]).encode()).hexdigest()[:16]
     run_id = experiment.run_id(fingerprint)
@@ -93,11 +105,20 @@ def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_
     )
     store.write(engine.silo_infos, DataFormat(engine.image_shape, engine.class_names))
     context = RunContext(fingerprint, dict(engine.domains), engine.class_names, engine.image_shape, engine="flower")
+    return run_with_clients(experiment, root, context, lambda: nullcontext(engine), on_event)
+
+
+@contextmanager
+def explain_superlink_errors() -> Iterator[None]:
+    """Turn an error of the SuperLink, such as a full disk under its database, into one line."""
     try:
-        return run_with_clients(experiment, root, context, lambda: nullcontext(engine), on_event)
-    except OSError as e:  # such as a full disk: the last checkpoint is complete
-        reason = (e.strerror or str(e)).lower()
-        raise ResumableError(f"cannot write to {root}: {reason}; run the same command again to resume") from e
+        yield
+    except httpx.HTTPError as e:
+        reason = " ".join(str(e).split("\n")[0].split()) or type(e).__name__
+        raise ResumableError(
+            f"the SuperLink failed ({escape_text(reason, 200)}); see the log of serve.sh; "
+            "run the same command again to resume"
+        ) from e
 
 
 class RegistrationStore:
