@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from small_federation import SILOS, make_experiment, make_flower_engine, make_grid, make_serial_engine, run_rounds
 
 from uefl import __version__
@@ -74,11 +75,13 @@ def list_records(message) -> set[str]:
 
 
 @pytest.mark.parametrize(("num_values", "is_packed"), [(10, True), (wire.MAX_PACKED_BYTES // 4, False)])
-def test_a_small_message_is_one_record_and_reads_like_a_large_one(num_values, is_packed):
+def test_a_small_message_is_one_record_and_reads_like_a_large_one(num_values, is_packed, tmp_path):
+    make_grid(tmp_path)  # a message needs the identity of a run
     tensors = {"a": torch.arange(num_values, dtype=torch.float32), "b": torch.tensor(True)}
     message = wire.make_message({"round": 1}, 90, "train", ttl=60, model_state=tensors, extras={"c": torch.ones(2)})
     assert list_records(message) == {"model_state", "extras"}
     assert bool(message.content.array_records) != is_packed
+    assert (len(get_all_nested_objects(message)) == 3) == is_packed, "Flower transfers every part with a request"
     assert read_payload(message)["round"] == 1
     for name, tensor in read_tensors(message, "model_state").items():
         assert torch.equal(tensor, tensors[name])
