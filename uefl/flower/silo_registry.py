@@ -105,6 +105,7 @@ class SiloRegistry:
         self.silo_infos: dict[str, SiloInfo] = {}
         self.node_ids: dict[str, int] = {}  # by silo name
         self.rejected_nodes: dict[int, str] = {}  # reasons, by node id
+        self._announced: dict[int, str] = {}  # last reason that the listener received, by node id
         self._pending_queries: dict[str, int] = {}  # node ids, by message id
         self._identities: dict[int, NodeIdentity] = {}  # by node id
 
@@ -173,7 +174,9 @@ class SiloRegistry:
                     raise InputError(f"silo name {info.name} is already used by another node")
         except InputError as e:
             self.rejected_nodes[node_id] = str(e)
-            self.on_silo_event("", str(e))
+            if self._announced.get(node_id) != str(e):  # a rejected node is asked again in every round
+                self.on_silo_event("", str(e))
+            self._announced[node_id] = str(e)
             return
         first = self.silo_infos.get(info.name, info)  # a silo that reconnects keeps its first registration
         self.silo_infos[info.name] = first._replace(key=info.key)
