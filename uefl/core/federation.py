@@ -73,6 +73,7 @@ class Batch(NamedTuple):
     y: Tensor
     step: int | Tensor = 0  # a tensor if stacked clients are at different steps
     epoch: int = 0  # of the local training; always 0 for an update without `per_epoch`
+    noise_key: int = 0  # of a task that needs a full split: its draws, addressed by seed, silo, round, task and split
 
 
 class Broadcast(NamedTuple):

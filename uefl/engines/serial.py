@@ -228,9 +228,11 @@ class SerialEngine:
             batch_size = len(examples.y) if client_task.needs_full_split else method.local.eval_batch_size
             answer: Tensors = {}
             for i, batch_slice in enumerate(iterate_batch_slices(len(examples.y), max(batch_size, 1))):
-                self._seed_noise(self._derive_key(name, round_number, i, addresses.TASKS.get(task, task), split))
+                noise_key = self._derive_key(name, round_number, i, addresses.TASKS.get(task, task), split)
+                self._seed_noise(noise_key)
+                batch = Batch(examples.x[batch_slice], examples.y[batch_slice], i, noise_key=noise_key)
                 with torch.no_grad(), self._autocast():
-                    sums = client_task.compute(model, Batch(examples.x[batch_slice], examples.y[batch_slice], i))
+                    sums = client_task.compute(model, batch)
                 answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
             if answer:
                 answers[split] = answer
