@@ -75,6 +75,8 @@ class FedAvg:
 
     codebook_unsupported_reason: ClassVar[str] = ""  # why a method cannot have a codebook
     network_unsupported_reason: ClassVar[str] = ""  # why a method cannot run where data stay at their silos
+    # Whether silos without training data count in decisions by validation; not if their domain is to be unseen.
+    validates_untrained_silos: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -100,6 +102,7 @@ class FedAvg:
 
     def prepare_silos(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         """Return the silos that take part."""
+        self.codebook_hooks.check_silos(silos)
         return require_training_data(silos, "batch_norm=local", "batch norm") if self.batch_norm == "local" else silos
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
@@ -207,7 +210,15 @@ class FedAvg:
         # In a round, evaluations travel with the reply and are not counted, so they are not counted here either.
         server = record_query_cost(server, [r._replace(sent_bytes=0) for r in replies], time.perf_counter() - started)
         evaluations = {r.silo_name: Evaluations(r.answers) for r in replies if not r.rejected}
-        return server, self.codebook_hooks.evaluate_targets(self, clients, server, evaluations)
+        evaluations = self.codebook_hooks.evaluate_targets(self, clients, server, evaluations)
+        return server, {name: self.drop_target_validation(clients, name, e) for name, e in evaluations.items()}
+
+    def drop_target_validation(self, clients: Clients, silo_name: str, evaluations: Evaluations) -> Evaluations:
+        """Return the evaluations of a silo; those of a target leave out validation, which uses labels (D15)."""
+        if clients.num_examples[silo_name] or self.validates_untrained_silos:
+            return evaluations
+        received = {split: sums for split, sums in evaluations.received.items() if split != "validation"}
+        return evaluations._replace(received=received)
 
     def complete_open_record(self, server: ServerState, evaluations: Mapping[str, Evaluations]) -> ServerState:
         """Complete the record of the last round with the evaluations of its model."""
