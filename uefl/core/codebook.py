@@ -113,7 +113,8 @@ class CompiledLookup(torch.autograd.Function):
 @torch.library.custom_op("uefl::sum_by_codeword", mutates_args=())
 def sum_by_codeword(gradient: Tensor, indices: Tensor, num_codewords: int) -> Tensor:
     """Sum the gradients [N,D] of tokens with the same codeword: [V,D]."""
-    return torch.ops.aten.embedding_dense_backward(gradient, indices, num_codewords, -1, False)
+    sums: Tensor = torch.ops.aten.embedding_dense_backward(gradient, indices, num_codewords, -1, False)
+    return sums
 
 
 @sum_by_codeword.register_fake
