@@ -16,6 +16,7 @@ from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.federation import MatmulPrecision, Silo
 from uefl.core.field_rules import setting
+from uefl.data import SOURCES
 from uefl.data.config import DataConfig
 from uefl.experiment.settings import from_dict, to_dict
 from uefl.models.model_config import ModelConfig
@@ -57,7 +58,9 @@ class Experiment:
 
     def build_network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Build the method's network; its initial weights depend on the seed alone."""
-        build = partial(self.model.build_network, input_shape, num_classes)
+        source = SOURCES[self.data.name]
+        constants = {"pixel_mean": source.mean, "pixel_std": source.std}
+        build = partial(self.model.build_network, input_shape, num_classes, **constants)
         return initialize_network(self.seed, build, self.method.adapt_network)
 
     def to_config(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +36,11 @@ class ModelConfig:
     feature_norm: Literal["layer", "none"] = setting(
         "layer", "Normalization of features before they are divided into segments (D20)."
     )
-    augment: str = setting("", "Augmentation of training images: crop:<pixels>, flip, or both as crop:4+flip.")
+    augment: str = setting(
+        "",
+        "Augmentation of training images, parts joined by +: crop:<pixels>, flip, resized-crop:<least area>, "
+        "jitter:<strength>, gray:<probability>; PACS has resized-crop:0.7+flip+jitter:0.3+gray:0.1.",
+    )
     ensemble_size: int = setting(1, "Networks in a deep ensemble, which replaces dropout; 1: no ensemble.", at_least=1)
     pretrained_weights: str = setting("", "Initial weights of the encoder: a file, or `imagenet`; empty: random.")
 
@@ -45,13 +50,28 @@ class ModelConfig:
         if self.augment:
             Augmentation.parse(self.augment)
 
-    def build_network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a new network for images of this shape."""
+    def build_network(
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        *,
+        pixel_mean: Sequence[float] = (0.5,),
+        pixel_std: Sequence[float] = (0.25,),
+    ) -> nn.Module:
+        """Build a new network for images of this shape, standardized with these constants."""
+        constants = (pixel_mean, pixel_std)
         if self.ensemble_size > 1:
-            return Ensemble(lambda: self._build_member(input_shape, num_classes, 0.0), self.ensemble_size)
-        return self._build_member(input_shape, num_classes, self.dropout)
+            return Ensemble(lambda: self._build_member(input_shape, num_classes, 0.0, *constants), self.ensemble_size)
+        return self._build_member(input_shape, num_classes, self.dropout, *constants)
 
-    def _build_member(self, input_shape: tuple[int, ...], num_classes: int, dropout: float) -> Net:
+    def _build_member(
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        dropout: float,
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+    ) -> Net:
         return Net(
             self._build_encoder(input_shape),
             num_classes,
@@ -61,6 +81,8 @@ class ModelConfig:
             dropout_at=self.dropout_at,
             feature_norm=self.feature_norm,
             augment=self.augment,
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
         )
 
     def _build_encoder(self, input_shape: tuple[int, ...]) -> nn.Module:
