@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import nn
 
+from uefl.core.errors import InputError
 from uefl.core.field_rules import check_ranges, setting
 from uefl.models import ENCODERS
 from uefl.models.augmentation import Augmentation
@@ -49,6 +50,11 @@ class ModelConfig:
         ENCODERS.check_name(self.encoder)
         if self.augment:
             Augmentation.parse(self.augment)
+        if self.frozen_batch_norm and not self.pretrained_weights:
+            raise InputError(
+                "frozen_batch_norm=true keeps the statistics of pretrained weights; set pretrained_weights=imagenet, "
+                "or frozen_batch_norm=false"
+            )
 
     def build_network(
         self,
