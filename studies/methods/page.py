@@ -37,6 +37,7 @@ EXCHANGES: dict[str, Exchange] = {  # every method of the registry
     "vhl": Exchange("model", "model, virtual images", dropout="added"),
     "fedbr": Exchange("model, projection", "model, projection, pseudo-images", dropout="added"),
     "distrans": Exchange("model without offset", "the same", "offset", "added"),
+    "pmfl": Exchange("query gradient of the shared rows", "shared rows", "the other rows", "added"),
     "vq-fedavg": Exchange("model, its codewords", "the same"),
     "uefl": Exchange("model, its codewords", "the same"),
     "local-only": Exchange("nothing", "nothing", "everything"),
@@ -158,6 +159,8 @@ def _describe_exchange(setup: Setup, method: str) -> Exchange:
         exchange = exchange._replace(up=f"{exchange.up}, its codewords", down=down)
     if row.method_fields.get("offsets") == "average":
         exchange = exchange._replace(up="model, offset", client_state="nothing")
+    if row.method_fields.get("server_update") == "average":
+        exchange = exchange._replace(up="shared rows")
     if row.model.get("ensemble_size", 1) > 1:
         exchange = exchange._replace(up="5 models", down="5 models", dropout="none: 5 members")
     if row.model.get("dropout") == 0.0:

@@ -154,6 +154,8 @@ ROTATED = Setup(
         "FedSR": Variant(method="fedsr"),
         "DisTrans": Variant(method="distrans", paper_result="81.5 (T1)"),
         "DisTrans, mean offset": Variant(method="distrans", method_fields={"offsets": "average"}),
+        "PMFL": Variant(method="pmfl"),
+        "PMFL, average of rows": Variant(method="pmfl", method_fields={"server_update": "average"}),
         "VQ-FedAvg": Variant(method="vq-fedavg"),
         "VQ-FedAvg, one codebook per domain": Variant(
             method="vq-fedavg",

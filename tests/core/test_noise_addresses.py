@@ -32,6 +32,9 @@ FROZEN = {
     "CENTRAL_SILO": "pooled",
     "VIRTUAL_IMAGES": "virtual",
     "PSEUDO_IMAGES": "pseudo",
+    "PUBLIC_IMAGES": "public",
+    "PUBLIC_ORDER": "public order",
+    "PUBLIC_STEP": "public step",
 }
 
 

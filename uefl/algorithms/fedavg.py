@@ -30,6 +30,7 @@ from uefl.core.federation import (
     ClientTask,
     Evaluations,
     Examples,
+    Phase,
     Reply,
     ServerState,
     Silo,
@@ -226,6 +227,15 @@ class FedAvg:
 
     # --- the client ---------------------------------------------------------------------------------------------
 
+    def initialize_client(self, initial: Tensors, received: Tensors, client_state: Tensors) -> Tensors:
+        """Return the tensors that a silo starts with instead of the received ones."""
+        del initial, received, client_state
+        return {}
+
+    def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
+        """Return the phases of the local training."""
+        return [Phase(self.make_updates(broadcast), self.local.epochs)]
+
     def make_updates(self, broadcast: Broadcast) -> Sequence[Update]:
         """Return the updates of one training step."""
         del broadcast
@@ -251,6 +261,10 @@ class FedAvg:
         """Return extras to send and client state to store."""
         del model, examples, num_steps, lr
         return {}, {}
+
+    def pack_reply(self, tensors: Tensors, extras: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the tensors and extras that leave the silo."""
+        return tensors, extras
 
     def client_state_names(self, net: nn.Module) -> Collection[str]:
         """Return names of the network's tensors that stay at the silo."""

@@ -33,6 +33,9 @@ SHUFFLED_IMAGES = "cut"
 PARTITION = "cut"
 SILOS_OF_DOMAIN = "silos"
 IMAGES_OF_SILO = "order"
+PUBLIC_IMAGES = "public"
+PUBLIC_ORDER = "public order"
+PUBLIC_STEP = "public step"
 
 # The silo that holds all data in the method `centralized`.
 CENTRAL_SILO = "pooled"
