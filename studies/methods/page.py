@@ -38,6 +38,7 @@ EXCHANGES: dict[str, Exchange] = {  # every method of the registry
     "fedbr": Exchange("model, projection", "model, projection, pseudo-images", dropout="added"),
     "distrans": Exchange("model without offset", "the same", "offset", "added"),
     "pmfl": Exchange("query gradient of the shared rows", "shared rows", "the other rows", "added"),
+    "fccl": Exchange("logits of public images", "mean logits", "everything", "added"),
     "vq-fedavg": Exchange("model, its codewords", "the same"),
     "uefl": Exchange("model, its codewords", "the same"),
     "local-only": Exchange("nothing", "nothing", "everything"),

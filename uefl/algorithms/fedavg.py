@@ -75,6 +75,7 @@ class FedAvg:
     )
 
     codebook_unsupported_reason: ClassVar[str] = ""  # why a method cannot have a codebook
+    needs_public_images: ClassVar[bool] = False  # a recipe then has public images
     network_unsupported_reason: ClassVar[str] = ""  # why a method cannot run where data stay at their silos
     # Whether silos without training data count in decisions by validation; not if their domain is to be unseen.
     validates_untrained_silos: ClassVar[bool] = False

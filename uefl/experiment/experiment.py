@@ -90,4 +90,6 @@ def fingerprint_silos(silos: Sequence[Silo]) -> str:
         for tensor in (*silo.train, *silo.validation, *silo.test):
             digest.update(str(tuple(tensor.shape)).encode())
             digest.update(tensor.contiguous().numpy().tobytes())
+    if (public := silos[0].public) is not None:  # the same for all silos
+        digest.update(public.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

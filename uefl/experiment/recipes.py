@@ -9,6 +9,7 @@ from uefl.algorithms import METHODS
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.core.errors import unknown_value_error
 from uefl.core.local import LocalTraining
+from uefl.data.config import DataConfig
 from uefl.data.defaults import get_default_config
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.paper_presets import find_row, replace_settings
@@ -17,6 +18,7 @@ from uefl.models.model_config import ModelConfig
 PRESETS = ("default", "paper")
 COLOR_DATASETS = ("gtsrb", "cifar10", "cifar100")
 
+PUBLIC_IMAGES = 1000  # for methods that need them (FCCL: 5000)
 # Budget for the embedded data: a comparison takes three minutes on two cores (docs/log.md).
 DEMO_BUDGET: dict[str, Any] = {"rounds": 8, "extra_rounds": 6, "iterations": 3}
 
@@ -42,9 +44,17 @@ def make_experiment(
         method = replace(method, codebook=ExtensibleCodebook())
     experiment = Experiment(method=method, data=get_default_config(dataset, partitioner))
     experiment = _apply_paper(experiment, num_silos) if preset == "paper" else _apply_default(experiment)
+    if method.needs_public_images:
+        experiment = replace(experiment, data=add_public_images(experiment.data))
     if encoder in ("", experiment.model.encoder):
         return experiment
     return replace(experiment, model=replace(experiment.model, encoder=encoder, width=0, depth=0))
+
+
+def add_public_images(data: DataConfig) -> DataConfig:
+    """Return the data with public images of another embedded data set, so that silos keep their own images."""
+    public_data = "digits" if data.name != "digits" else "mnist5k"
+    return replace(data, public_images=PUBLIC_IMAGES, public_data=public_data)
 
 
 def _apply_default(experiment: Experiment) -> Experiment:
