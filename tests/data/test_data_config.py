@@ -17,6 +17,7 @@ from uefl.data.config import DataConfig
 from uefl.data.defaults import get_default_config
 from uefl.data.images import resize_images, select_first_classes
 from uefl.data.quality import warn_single_class_silos
+from uefl.data.table_config import TableConfig
 
 
 def are_equal(a: list[Silo], b: list[Silo]) -> bool:
@@ -84,9 +85,10 @@ def test_path_and_strict_are_not_part_of_the_run_id() -> None:
 
 
 def test_settings_have_simple_types_and_help_texts() -> None:
-    for f in fields(DataConfig):
-        assert f.metadata["help"].endswith(".")
-        assert isinstance(getattr(DataConfig(), f.name), str | int | float | bool | tuple)
+    for settings in (DataConfig(), TableConfig()):
+        for f in fields(settings):
+            assert f.metadata["help"].endswith(".")
+            assert isinstance(getattr(settings, f.name), str | int | float | bool | tuple | TableConfig)
 
 
 def test_single_class_silos_are_a_warning_that_strict_rejects() -> None:
@@ -180,7 +182,8 @@ def test_default_sizes_are_those_of_the_paper() -> None:
 @pytest.mark.parametrize("partitioner", ["", *PARTITIONERS])
 def test_every_data_set_and_partitioner_has_default_settings(name: str, partitioner: str) -> None:
     config = get_default_config(name, partitioner)
-    expected = {"folder": "natural", "pacs": "leave-one-domain-out"}.get(name, "domains")
+    natural = dict.fromkeys(("folder", "table", "heart"), "natural")
+    expected = {**natural, "pacs": "leave-one-domain-out"}.get(name, "domains")
     assert (config.name, config.partitioner) == (name, partitioner or expected)
 
 

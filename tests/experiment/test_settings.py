@@ -12,6 +12,7 @@ from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
 from uefl.core.field_rules import setting
 from uefl.experiment.experiment import Experiment
+from uefl.experiment.recipes import make_experiment
 from uefl.experiment.settings import (
     describe_type,
     format_value,
@@ -174,3 +175,15 @@ def test_a_subclass_inherits_help_texts():
 def test_infinity_is_part_of_the_run_id():
     assert override_settings(BASE, ["gamma=inf"]).method.codebook.gamma == math.inf
     assert override_settings(BASE, ["gamma=inf"]).run_id("x") != BASE.run_id("x")
+
+
+def test_a_setting_per_column_takes_the_column_as_a_further_name() -> None:
+    experiment = make_experiment("fedavg", "heart")
+    changed = override_settings(
+        experiment, ["missing.chol=0,-9", "missing.age=0", "levels.my col=a, b", "missing.trestbps="]
+    )
+    assert changed.data.table.missing == ("chol=0,-9", "age=0")
+    assert changed.data.table.levels[-1] == "my col=a, b"
+    assert override_settings(experiment, ["table.missing=age=1"]).data.table.missing == ("age=1",)
+    with pytest.raises(InputError, match=r"unknown field 'levls\.chol'"):
+        override_settings(experiment, ["levls.chol=1"])

@@ -11,6 +11,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from uefl.core.errors import InputError
 from uefl.models import ENCODERS
 from uefl.models.build import build_encoder
+from uefl.models.model_config import ModelConfig
 
 NUM_PARAMETERS = {
     "vgg11": 9_220_480,
@@ -164,3 +165,14 @@ def test_batch_norm_under_vmap_has_statistics_per_client(name: str) -> None:
             net(x[k])
             for buffer, value in net.named_buffers():
                 torch.testing.assert_close(buffers[buffer][k], value, rtol=1e-3, atol=1e-4)  # as above
+
+
+def test_rows_of_a_table_need_an_encoder_that_accepts_them():
+    net = ModelConfig(encoder="mlp", width=8, hidden_size=4).build_network((5,), 2)
+    assert net(torch.randn(3, 5)).logits.shape == (1, 3, 2)
+    with pytest.raises(
+        InputError, match="encoder=resnet18 needs images, but the data are rows of a table; set encoder=mlp"
+    ):
+        ModelConfig(encoder="resnet18").build_network((5,), 2)
+    with pytest.raises(InputError, match="augment=flip needs images"):
+        ModelConfig(encoder="mlp", augment="flip").build_network((5,), 2)

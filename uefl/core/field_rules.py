@@ -34,16 +34,18 @@ def setting(
     default_factory: Any = MISSING,
     in_run_id: bool = True,
     finite: bool = True,
+    per_column: bool = False,
     **bounds: float,
 ) -> Any:
     """Return a dataclass field with a help text and bounds: `at_least`, `above`, `at_most`, `below`.
 
     Bounds apply to a number, or to every entry of a tuple. Numbers with a bound must be finite, unless `finite=False`.
-    A field with `in_run_id=False` does not change results and is not part of the run id.
+    A field with `in_run_id=False` does not change results and is not part of the run id. A field with `per_column=True`
+    is a tuple of entries `column=value`, which are set as `field.column=value`.
     """
     if wrong := bounds.keys() - RANGE_RULES.keys():
         raise TypeError(f"unknown bounds: {', '.join(sorted(wrong))}")
-    metadata = {"help": help_text, "in_run_id": in_run_id, "finite": finite, "bounds": bounds}
+    metadata = {"help": help_text, "in_run_id": in_run_id, "finite": finite, "per_column": per_column, "bounds": bounds}
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)

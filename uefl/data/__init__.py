@@ -19,6 +19,9 @@ SOURCES: Registry[Source] = Registry(
         "digits": Entry(
             "uefl.data.readers.embedded:DIGITS", "1797 digits, 8×8 gray, that ship with a dependency; no download"
         ),
+        "heart": Entry(
+            "uefl.data.readers.heart:HEART", "Heart disease: 920 patients of four hospitals, a table; no download"
+        ),
         "mnist": Entry("uefl.data.readers.idx:MNIST", "MNIST: 70 000 digits, 28×28 gray"),
         "fmnist": Entry("uefl.data.readers.idx:FMNIST", "Fashion-MNIST: 70 000 clothes, 28×28 gray"),
         "emnist-letters": Entry(
@@ -33,6 +36,7 @@ SOURCES: Registry[Source] = Registry(
         "folder": Entry(
             "uefl.data.readers.image_folder:FOLDER", "Your own images: path=<folder, zip archive or CSV manifest>"
         ),
+        "table": Entry("uefl.data.readers.table:TABLE", "Your own table: path=<CSV file> label=<column> silo=<column>"),
     },
     group="uefl.readers",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -14,8 +14,10 @@ from uefl.data.images import Images, resize_images, select_first_classes, select
 from uefl.data.partitioners.partition import Partition
 from uefl.data.public_images import fit_images, mark_public_images
 from uefl.data.quality import warn_single_class_silos
-from uefl.data.shifts import apply_shift, parse_shift
+from uefl.data.shifts import NO_SHIFT, apply_shift, parse_shift
 from uefl.data.sources import read_images
+from uefl.data.table_config import TableConfig
+from uefl.data.table_format import TableFormat, compute_sums, scale_by_sums
 
 TEST_LABEL_DISTRIBUTIONS = ("global", "silo")
 _LEAVE_ONE_OUT = ("leave-one-domain-out", "leave-one-domain-out-paired")
@@ -90,6 +92,12 @@ class DataConfig:
     public_data: str = setting(
         "digits", "Data set of the public images; of the data set itself, no silo then gets these images."
     )
+    group: str = setting(
+        "",
+        "Images or rows that stay together in every split, such as those of a patient: a column of a table or a CSV "
+        "manifest, or a pattern (regular expression) in the paths of a folder.",
+    )
+    table: TableConfig = setting(default_factory=TableConfig, help_text="Meaning of the columns of a table.")
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -137,6 +145,10 @@ class DataConfig:
         """Return the silos, and the images they were made from; several seeds may share images that were read once."""
         images = images or self.read_images()
         silos = self.make_silos(images, seed)
+        if images.table:
+            table = replace(images.table, classes=images.classes)
+            table = scale_by_sums(table, [compute_sums(table, silo.train.x) for silo in silos])
+            silos, images = [encode_silo(silo, table) for silo in silos], replace(images, table=table)
         if self.strict and (warnings := warn_single_class_silos(silos)):
             raise InputError(f"{warnings[0]} (strict)")
         return silos, images
@@ -151,11 +163,13 @@ class DataConfig:
             strict=self.strict,
             image_size=image_size or None,
             show_progress=show_progress,
+            table=self.table,
+            group=self.group,
         )
         return select_first_classes(images, self.num_classes)
 
     def make_silos(self, images: Images, seed: int) -> list[Silo]:
-        """Divide these images among silos; all of them can read the same public images."""
+        """Divide these images among silos; all can read the same public images. Cells of a table are not scaled yet."""
         partitions = self.make_partitions(images, seed)
         public = self.load_public_images(images, seed)
         return [self._load_silo(partition, images, seed, public) for partition in partitions]
@@ -187,9 +201,24 @@ class DataConfig:
         return fit_images(standardize_images(source.x[is_public], source), shape)
 
     def _load_silo(self, partition: Partition, images: Images, seed: int, public: Tensor | None) -> Silo:
+        if images.table and partition.silo.shift != NO_SHIFT:
+            raise InputError(
+                f"shift '{partition.silo.shift}' needs images, but {self.name} is a table; set shifts=none"
+            )
+
         def load_split(indices: Tensor) -> Examples:
+            if images.table:
+                return Examples(images.x[indices], images.y[indices])
             x = apply_shift(images.x[indices], partition.silo.shift, seed, indices)
             return Examples(standardize_images(resize_images(x, self.image_size), images), images.y[indices])
 
         train, validation, test = map(load_split, (partition.train, partition.validation, partition.test))
         return Silo(partition.silo.name, train, validation, test, domain=partition.silo.domain, public=public)
+
+
+def encode_silo(silo: Silo, table: TableFormat) -> Silo:
+    """Return the silo of a table with features in place of parsed cells."""
+    train, validation, test = (
+        examples._replace(x=table.encode(examples.x)) for examples in (silo.train, silo.validation, silo.test)
+    )
+    return replace(silo, train=train, validation=validation, test=test)

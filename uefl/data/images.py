@@ -9,16 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from uefl.core.errors import InputError
+from uefl.data.table_format import TableFormat
 
 _IMAGES_PER_BLOCK = 4096  # images resized at once, which bounds the memory of their float copies
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Labeled images of a source, before they are divided among silos."""
+    """Labeled images of a source, or labeled rows of a table, before they are divided among silos."""
 
     name: str
-    x: Tensor  # uint8 [n, c, h, w]
+    x: Tensor  # uint8 [n, c, h, w], or the parsed cells of a table: float64 [n, columns], NaN where missing
     y: Tensor  # int64 [n]
     classes: tuple[str, ...]
     is_test: Tensor  # bool [n]: the test split of the source
@@ -32,6 +33,8 @@ class Images:
     num_skipped: int = 0  # bad items that were skipped
     warnings: tuple[str, ...] = ()  # one line per kind of problem; `strict` turns them into an error
     notes: tuple[str, ...] = ()  # conversions of pixels and skipped files, one line per kind
+    group_ids: Tensor | None = None  # int64 [n]: images of one group, such as a patient, stay in one split of one silo
+    table: TableFormat | None = None  # of a table: what turns its cells into features
 
 
 def select_first_classes(images: Images, num_classes: int) -> Images:
@@ -49,7 +52,7 @@ def select_rows(images: Images, keep: Tensor) -> Images:
     """Keep only the images where the mask [n] is true."""
     if bool(keep.all()):
         return images
-    rows = {name: getattr(images, name) for name in ("x", "y", "is_test", "domain_ids", "silo_ids")}
+    rows = {name: getattr(images, name) for name in ("x", "y", "is_test", "domain_ids", "silo_ids", "group_ids")}
     return replace(images, **{name: tensor[keep] for name, tensor in rows.items() if tensor is not None})
 
 

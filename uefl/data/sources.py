@@ -20,6 +20,7 @@ from uefl.data.images import Images, resize_images
 from uefl.data.quality import check_images
 from uefl.data.readers.context import ReadContext, sanitize_line
 from uefl.data.readers.manifest import list_file_stamps
+from uefl.data.table_config import TableConfig
 
 Reader = Callable[[Path, ReadContext], Images]
 PAPER_SIZES: dict[str, Any] = {"train_per_silo": 2000, "test_per_silo": 500}  # nine silos: three per rotation
@@ -30,6 +31,8 @@ class Source:
     """A data set: how its files are found and read, its standardization constants and its default settings."""
 
     reader: Reader
+    is_table: bool = False  # rows of a table instead of images: nothing to resize, nothing to cache
+    path_kind: str = "folder, zip archive or CSV manifest"  # what `path` may be
     is_embedded: bool = False  # the images ship inside a dependency: no path, no download, no cache
     relative_paths: tuple[str, ...] = ()  # relative to UEFL_DATA and the cache folder, in order of preference
     system_paths: tuple[str, ...] = ()
@@ -51,6 +54,8 @@ def read_images(
     strict: bool = False,
     image_size: int | None = None,
     show_progress: bool = True,
+    table: TableConfig | None = None,
+    group: str = "",
 ) -> Images:
     """Return the images of a data set; they are decoded once and then mapped from the cache.
 
@@ -59,19 +64,25 @@ def read_images(
     if image_size is not None and image_size < 1:
         raise InputError(f"image_size={image_size} must be at least 1")
     try:
-        images = _read_source(name, SOURCES[name], path, ReadContext(image_size, skip_bad, show_progress))
+        context = ReadContext(image_size, skip_bad, show_progress, table or TableConfig(), group)
+        images = _read_source(name, SOURCES[name], path, context)
     except InputError as e:
         raise InputError(sanitize_line(str(e))) from e
     if strict and images.warnings:
         raise InputError(f"{path or name}: {images.warnings[0]} (strict)")
-    return replace(images, x=resize_images(images.x, image_size or 0))
+    return images if images.table else replace(images, x=resize_images(images.x, image_size or 0))
 
 
 def _read_source(name: str, source: Source, path: str, context: ReadContext) -> Images:
     if source.is_embedded:
         images = source.reader(Path(), context)
     else:
-        images = _read_cached(name, source.reader, _locate_source(name, source, path, context.show_progress), context)
+        path_found = _locate_source(name, source, path, context.show_progress)
+        if source.is_table:
+            return source.reader(path_found, context)
+        images = _read_cached(name, source.reader, path_found, context)
+    if images.table:
+        return images
     return replace(images, mean=_repeat_per_channel(source.mean, images), std=_repeat_per_channel(source.std, images))
 
 
@@ -80,7 +91,7 @@ def _locate_source(name: str, source: Source, path: str, show_progress: bool) ->
     if path:
         return Path(os.path.expanduser(path))
     if not source.relative_paths:
-        raise InputError(f"{name} needs a path: set path=<folder, zip archive or CSV manifest>")
+        raise InputError(f"{name} needs a path: set path=<{source.path_kind}>")
     if existing_path := find_data(source.relative_paths, source.system_paths):
         return existing_path
     folder = get_cache_folder()
@@ -91,7 +102,7 @@ def _locate_source(name: str, source: Source, path: str, show_progress: bool) ->
 
 def _read_cached(name: str, reader: Reader, path: Path, context: ReadContext) -> Images:
     file_stamps = list_file_stamps(path) if path.suffix.lower() == ".csv" else ()
-    key = cache.hash_content(path, name, context.image_size, context.skip_bad, *file_stamps)
+    key = cache.hash_content(path, name, context.image_size, context.skip_bad, *file_stamps, *_list_group(context))
     file = get_cache_folder() / "decoded" / f"{name}-{key}.safetensors"
     images = cache.load(file)
     if images is None:
@@ -99,6 +110,11 @@ def _read_cached(name: str, reader: Reader, path: Path, context: ReadContext) ->
         with suppress(OSError, SafetensorError):  # a full or read-only disk only means decoding again next time
             cache.store(images, file)
     return images
+
+
+def _list_group(context: ReadContext) -> tuple[str, ...]:
+    """Return what a group adds to the key of a cached file; files cached without groups keep their key."""
+    return (f"group {context.group}",) if context.group else ()
 
 
 def _repeat_per_channel(constants: tuple[float, ...], images: Images) -> tuple[float, ...]:

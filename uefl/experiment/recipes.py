@@ -9,6 +9,7 @@ from uefl.algorithms import METHODS
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.core.errors import unknown_value_error
 from uefl.core.local import LocalTraining
+from uefl.data import SOURCES
 from uefl.data.config import DataConfig
 from uefl.data.defaults import get_default_config
 from uefl.experiment.experiment import Experiment
@@ -21,6 +22,8 @@ COLOR_DATASETS = ("gtsrb", "cifar10", "cifar100")
 PUBLIC_IMAGES = 1000  # for methods that need them (FCCL: 5000)
 # Budget for the embedded data: a comparison takes three minutes on two cores (docs/log.md).
 DEMO_BUDGET: dict[str, Any] = {"rounds": 8, "extra_rounds": 6, "iterations": 3}
+# Budget for tables: twenty rounds take seconds for hundreds of rows.
+TABLE_BUDGET: dict[str, Any] = {"rounds": 10, "extra_rounds": 5, "iterations": 3}
 
 
 def make_experiment(
@@ -66,6 +69,13 @@ def _apply_default(experiment: Experiment) -> Experiment:
         codebook = method.codebook and replace(method.codebook, min_standard_errors=0.0, commitment_weight=0.01)
         method = replace(method, **DEMO_BUDGET, local=method.adapt_local_training(local), codebook=codebook)
         return replace(experiment, method=method, model=ModelConfig(width=16, hidden_size=128))
+    if SOURCES[name].is_table:
+        local = LocalTraining(optimizer="adamw", lr=1e-3, schedule="cosine", batch_size=16, epochs=2)
+        codebook = method.codebook and replace(
+            method.codebook, num_codewords=16, segments=4, commitment_weight=0.05, min_standard_errors=0.0
+        )
+        method = replace(method, **TABLE_BUDGET, local=method.adapt_local_training(local), codebook=codebook)
+        return replace(experiment, method=method, model=ModelConfig(encoder="mlp", width=64, hidden_size=32))
     if name in COLOR_DATASETS:
         local = LocalTraining(lr=1e-4, batch_size=64, epochs=3)
         codebook = method.codebook and replace(method.codebook, segments=16)

@@ -109,7 +109,7 @@ def prepare_run(
         on_event({"kind": "warning", "message": message})
     method = experiment.method
     silos = list(method.prepare_silos(silos))
-    input_shape = tuple(images.x.shape[1:]) if not experiment.data.image_size else tuple(silos[0].test.x.shape[1:])
+    input_shape = tuple(silos[0].test.x.shape[1:])
     net = experiment.build_network(input_shape, len(images.classes))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     domains = {silo.name: silo.domain for silo in silos}

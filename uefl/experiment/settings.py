@@ -6,6 +6,7 @@ import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import reduce
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from uefl.core.errors import InputError, unknown_value_error
@@ -16,7 +17,10 @@ FieldPath = tuple[str, ...]  # names from the outermost dataclass to a field, as
 
 
 def override_settings(settings: T, assignments: Sequence[str]) -> T:
-    """Change nested fields, as in `gamma=0.2`, or `local.lr=0.1` where the last name alone is ambiguous."""
+    """Change nested fields, as in `gamma=0.2`, or `local.lr=0.1` where the last name alone is ambiguous.
+
+    A field per column takes the column as a further name, as in `missing.chol=0`.
+    """
     changes: dict[FieldPath, str] = {}
     for assignment in assignments:
         name, sign, text = assignment.partition("=")
@@ -29,7 +33,9 @@ def override_settings(settings: T, assignments: Sequence[str]) -> T:
 
 def has_setting(settings: Any, name: str) -> bool:
     """Return whether a nested field has this name."""
-    return any(_matches_path(path, name) for path, _ in iterate_settings(settings))
+    return any(_matches_path(path, name) for path, _ in iterate_settings(settings)) or bool(
+        _find_column_path(settings, name)
+    )
 
 
 def iterate_settings(settings: Any, prefix: FieldPath = ()) -> Iterator[tuple[FieldPath, Any]]:
@@ -95,14 +101,36 @@ def _find_path(settings: Any, name: str) -> FieldPath:
         return matches[0]
     if matches:
         raise InputError(f"field '{name}' is ambiguous; use one of: {', '.join('.'.join(p) for p in matches)}")
+    if column_path := _find_column_path(settings, name):
+        return column_path
     names = sorted({path[-1] for path in paths})
     close = difflib.get_close_matches(name, names, 1)
     hint = f" (did you mean '{close[0]}'?)" if close else ""
     raise InputError(f"unknown field '{name}'{hint}; known: {', '.join(names)}")
 
 
+def _find_column_path(settings: Any, name: str) -> FieldPath:
+    """Return the path of `missing.chol`: that of the field `missing`, which has entries per column, and the column."""
+    field_name, _, column = name.partition(".")
+    for path, _ in iterate_settings(settings):
+        owner = reduce(getattr, path[:-1], settings)
+        declared = next(f for f in fields(owner) if f.name == path[-1])
+        if column and path[-1] == field_name and declared.metadata.get("per_column"):
+            return (*path, column)
+    return ()
+
+
+def _replace_column_entries(entries: tuple[str, ...], changes: Mapping[FieldPath, str]) -> tuple[str, ...]:
+    """Return the entries `column=value` of a field with some columns changed; an empty value removes a column."""
+    values = dict(entry.split("=", 1) for entry in entries)
+    values |= {column: text for (column,), text in changes.items()}
+    return tuple(f"{column}={text}" for column, text in values.items() if text)
+
+
 def _apply_changes(settings: Any, changes: Mapping[FieldPath, str]) -> Any:
     """Apply all changes at once, so that fields are checked against each other only with their new values."""
+    if isinstance(settings, tuple):
+        return _replace_column_entries(settings, changes)
     nested: dict[str, dict[FieldPath, str]] = {}
     values: dict[str, Any] = {}
     for (name, *rest), text in changes.items():

@@ -42,7 +42,10 @@ ENCODERS: Registry[Callable[..., nn.Module]] = Registry(
         "lenet-cifar": Entry(
             "uefl.models.baseline_encoders:lenet_cifar", "FedCR's LeNet for CIFAR, 64 and 64 filters; 1024 features"
         ),
-        "mlp": Entry("uefl.models.baseline_encoders:MLP", "FedCR's two hidden layers for EMNIST; 1024 features"),
+        "mlp": Entry(
+            "uefl.models.baseline_encoders:MLP",
+            "Two hidden layers, the default for tables; FedCR's for EMNIST, 1024 features",
+        ),
         "dirt": Entry(
             "uefl.models.baseline_encoders:DIRT", "DIRT's 2 convolutions for Ghifary's Rotated MNIST; 64 features"
         ),

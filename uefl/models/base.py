@@ -15,6 +15,7 @@ class Encoder(nn.Module):
     """
 
     num_features: int  # d
+    accepts_rows = False  # also encodes the rows of a table [B, c]
     torchvision_file: str = ""  # torchvision's file of ImageNet weights, if one exists
 
     def __init__(self, *, in_channels: int, image_size: int, min_image_size: int = 1) -> None:

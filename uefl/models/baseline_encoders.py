@@ -30,11 +30,13 @@ class GroupNormConv(Encoder):
 
 
 class MLP(Encoder):
-    """FedCR's network for EMNIST: [B, c, size, size] -> [B, 1024], the second hidden layer.
+    """FedCR's network for EMNIST: [B, c, size, size] -> [B, 1024], the second hidden layer; also for tables, [B, c].
 
     Zhang et al., "FedCR: personalized federated learning based on across-client common representation with conditional
     mutual information regularization", ICML 2023, which also has the LeNets.
     """
+
+    accepts_rows = True
 
     def __init__(self, *, in_channels: int = 1, image_size: int = 28, width: int = 1024) -> None:
         super().__init__(in_channels=in_channels, image_size=image_size)

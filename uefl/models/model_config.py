@@ -93,7 +93,13 @@ class ModelConfig:
 
     def _build_encoder(self, input_shape: tuple[int, ...]) -> nn.Module:
         sizes = {name: getattr(self, name) for name in ("width", "depth", "average_pool") if getattr(self, name)}
-        encoder = build_encoder(self.encoder, input_shape[0], image_size=input_shape[-1], **sizes)
+        is_image = len(input_shape) > 1
+        if not is_image and not getattr(ENCODERS[self.encoder], "accepts_rows", False):
+            raise InputError(f"encoder={self.encoder} needs images, but the data are rows of a table; set encoder=mlp")
+        if not is_image and self.augment:
+            raise InputError(f"augment={self.augment} needs images, but the data are rows of a table")
+        image_size = input_shape[-1] if is_image else 1  # the features of a row are channels
+        encoder = build_encoder(self.encoder, input_shape[0], image_size=image_size, **sizes)
         if not self.pretrained_weights:
             return encoder
         load_weights(encoder, self.pretrained_weights)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import track
 
 from uefl.core.errors import InputError
+from uefl.data.table_config import TableConfig
 
 ItemT = TypeVar("ItemT")
 
@@ -28,6 +29,8 @@ class ReadContext:
     image_size: int | None = None  # resize images to a square of this size; None: all must have the same size
     skip_bad: bool = False
     show_progress: bool = False
+    table: TableConfig = field(default_factory=TableConfig)  # what the columns of a table mean
+    group: str = ""  # column or pattern of what must stay together, such as the rows of a patient
     skipped_messages: list[str] = field(default_factory=list)
     note_counts: Counter[str] = field(default_factory=Counter)
 

@@ -1,0 +1,207 @@
+"""Read a table from a CSV file: the user's own columns, one row per example, such as a patient."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from uefl.core.errors import InputError
+from uefl.data.images import Images
+from uefl.data.quality import check_images
+from uefl.data.readers.context import ReadContext, sanitize_line
+from uefl.data.readers.csv_rows import CsvRow, CsvTable, read_csv
+from uefl.data.readers.labeled_files import index_names
+from uefl.data.readers.manifest import SPLIT_NAMES
+from uefl.data.sources import Source
+from uefl.data.table_config import TableConfig, parse_column_values, parse_scale
+from uefl.data.table_format import BOOLEAN_WORDS, Column, Kind, TableFormat, parse_number
+
+MAX_LEVELS = 50  # of a column whose kind is guessed; more are rather names or free text
+MAX_CLASSES = 100
+NEGATIVE, POSITIVE = "negative", "positive"
+
+
+class TableRows(NamedTuple):
+    """Rows of a table as a network receives them."""
+
+    x: Tensor  # [n, f] features
+    lines: list[int]  # line of the file in which each row ends
+    skipped: list[str]  # one line per row that could not be used, and why
+
+
+def read_table(path: Path, table: TableFormat) -> TableRows:
+    """Read new rows of a table in the format of the training rows, for a prediction; labels are not needed."""
+    context = ReadContext(skip_bad=True)
+    csv_table = read_csv(path, [column.name for column in table.columns], context)
+    values, rows = _parse_values(csv_table, csv_table.rows, table, context)
+    skipped = [sanitize_line(message) for message in context.skipped_messages]
+    if not rows:
+        raise InputError(f"{path}: none of the {len(csv_table.rows)} rows is usable; the first: {skipped[0]}")
+    return TableRows(table.encode(values), [row.line for row in rows], skipped)
+
+
+def read_training_table(name: str, path: Path, context: ReadContext) -> Images:
+    """Read the rows of all silos, with their labels; the cells are numbers that are not scaled yet."""
+    config, group = context.table, context.group
+    if not config.label:
+        raise InputError(f"{name} needs the column with the class of a row: set label=<column>")
+    named = {**config.column_names, **({group: "group"} if group else {})}
+    csv_table = read_csv(path, [config.label, *(n for n in (config.silo, config.split, group) if n)], context)
+    for column, setting_name in named.items():
+        if column not in csv_table.columns:
+            raise InputError(
+                f"{setting_name} names column '{column}', but {path} has only {', '.join(csv_table.columns)}"
+            )
+    rows = _select_usable_rows(csv_table, config, group, context)
+    not_features = {config.label, config.silo, config.split, group, *config.ignore}
+    names = [column for column in csv_table.columns if column not in not_features]
+    if not names:
+        raise InputError(f"{path}: no column is left as input of the network")
+    columns = tuple(make_column(column, rows, config, path) for column in names)
+    table = TableFormat(columns, label=config.label, decimal_comma=config.decimal_comma)
+    values, rows = _parse_values(csv_table, rows, table, context)
+    if not rows:
+        raise InputError(f"{path}: no usable row; the first: {context.skipped_messages[0]}")
+    classes, y = _make_labels(rows, config)
+    warnings = tuple(sanitize_line(line) for line in _warn_row_numbers(table, values))
+    images = Images(name, values, y, classes, torch.tensor([_is_test(row, config) for row in rows]))
+    if config.silo:
+        silos, silo_ids = index_names([row.cells[config.silo].strip() for row in rows])
+        images = replace(images, silo_ids=silo_ids, silos=silos)
+    if group:
+        images = replace(images, group_ids=index_names([row.cells[group].strip() for row in rows])[1])
+    images = check_images(images, context)
+    table = replace(table, classes=images.classes)
+    return replace(images, table=table, warnings=(*images.warnings, *warnings))
+
+
+def make_column(name: str, rows: Sequence[CsvRow], config: TableConfig, path: Path) -> Column:
+    """Return a column as its settings declare it; its kind and levels are guessed where they do not."""
+    missing = parse_column_values("missing", config.missing).get(name, ())
+    levels = parse_column_values("levels", config.levels).get(name, ())
+    scale = parse_column_values("scale", config.scale).get(name)
+    probe = Column(name, "numeric", missing=missing)
+    texts = Counter(text for row in rows if not probe.is_missing(text := row.cells[name].strip()))
+    kind = _get_declared_kind(name, config) or ("categorical" if levels else _guess_kind(name, texts, path))
+    if kind == "categorical":
+        return Column(name, kind, levels or index_names(list(texts))[0], missing)
+    if levels:
+        raise InputError(f"levels.{name} needs a categorical column, but {name} is {kind}")
+    if scale is None:
+        return Column(name, kind, missing=missing)
+    if kind == "boolean":
+        raise InputError(f"scale.{name} needs a numeric column, but {name} is boolean")
+    mean, std = parse_scale(name, scale)
+    return Column(name, kind, missing=missing, mean=mean, std=std, is_scaled=True)
+
+
+def _get_declared_kind(name: str, config: TableConfig) -> Kind | None:
+    kinds: tuple[Kind, ...] = ("numeric", "categorical", "boolean")
+    return next((kind for kind in kinds if name in getattr(config, kind)), None)
+
+
+def _guess_kind(name: str, texts: Counter[str], path: Path) -> Kind:
+    """Guess by the values: words for true and false, mostly numbers, or a few categories."""
+    num_numbers = sum(n for text, n in texts.items() if parse_number(text, decimal_comma=True) is not None)
+    num_others = sum(texts.values()) - num_numbers
+    if texts and all(text.lower() in BOOLEAN_WORDS for text in texts):
+        return "boolean"
+    if num_numbers >= 2 * num_others:  # also without any value; the others are reported row by row
+        return "numeric"
+    example = next(text for text in texts if parse_number(text, decimal_comma=True) is None)
+    if num_numbers and num_others:
+        raise InputError(
+            f"{path}: column '{name}' has {num_numbers} numbers and {num_others} texts, such as '{example}'; set "
+            f"categorical={name}, numeric={name} with missing.{name}={example}, or ignore={name}"
+        )
+    if len(texts) > MAX_LEVELS:
+        raise InputError(
+            f"{path}: column '{name}' has {len(texts)} different texts, such as '{example}'; set ignore={name}, or "
+            f"categorical={name}"
+        )
+    return "categorical"
+
+
+def _select_usable_rows(csv_table: CsvTable, config: TableConfig, group: str, context: ReadContext) -> list[CsvRow]:
+    """Return the rows with a label, silo, group and split; skip or reject the others."""
+    rows = []
+    missing = parse_column_values("missing", config.missing).get(config.label, ())
+    label = Column(config.label, "categorical", missing=missing)
+    for row in csv_table.rows:
+        empty = next((n for n in (config.silo, group) if n and not row.cells[n].strip()), "")
+        if label.is_missing(row.cells[config.label].strip()):
+            empty = config.label
+        if empty:
+            context.skip_or_raise(f"{csv_table.path}: line {row.line}: column '{empty}' is empty")
+        elif config.split and row.cells[config.split].strip().lower() not in SPLIT_NAMES:
+            split = row.cells[config.split].strip()
+            context.skip_or_raise(f"{csv_table.path}: line {row.line}: split '{split}' must be train or test")
+        elif config.threshold is not None and parse_number(row.cells[config.label].strip()) is None:
+            text = row.cells[config.label].strip()
+            context.skip_or_raise(f"{csv_table.path}: line {row.line}: label '{text}' is not a number")
+        else:
+            rows.append(row)
+    if not rows:
+        raise InputError(f"{csv_table.path}: no usable row; the first: {context.skipped_messages[0]}")
+    return rows
+
+
+def _parse_values(
+    csv_table: CsvTable, rows: Sequence[CsvRow], table: TableFormat, context: ReadContext
+) -> tuple[Tensor, list[CsvRow]]:
+    """Return the numbers of all cells [n, columns], NaN where missing, and the rows they come from."""
+    values, parsed = [], []
+    for row in rows:
+        try:
+            values.append(table.parse_cells([row.cells[column.name] for column in table.columns]))
+            parsed.append(row)
+        except InputError as e:
+            context.skip_or_raise(f"{csv_table.path}: line {row.line}: {e}")
+    return torch.tensor(values, dtype=torch.float64).reshape(len(values), len(table.columns)), parsed
+
+
+def _make_labels(rows: Sequence[CsvRow], config: TableConfig) -> tuple[tuple[str, ...], Tensor]:
+    """Return the classes and the class of every row."""
+    texts = [row.cells[config.label].strip() for row in rows]
+    if config.positive:
+        threshold = config.threshold
+        is_positive = [
+            text in config.positive if threshold is None else (parse_number(text) or 0.0) > threshold for text in texts
+        ]
+        return (NEGATIVE, POSITIVE), torch.tensor(is_positive, dtype=torch.int64)
+    classes, y = index_names(texts)
+    if len(classes) > MAX_CLASSES:
+        raise InputError(
+            f"label column '{config.label}' has {len(classes)} different values; set positive=above:<number>, or "
+            "another label"
+        )
+    return classes, y
+
+
+def _is_test(row: CsvRow, config: TableConfig) -> bool:
+    return bool(config.split) and SPLIT_NAMES[row.cells[config.split].strip().lower()]
+
+
+def _warn_row_numbers(table: TableFormat, values: Tensor) -> list[str]:
+    """Warn about columns that number the rows: they identify rows, and their order may reveal silo or label."""
+    lines = []
+    for i, column in enumerate(table.columns):
+        numbers = values[:, i]
+        is_whole = bool((numbers == numbers.round()).all())  # false if one is missing
+        if column.kind == "numeric" and is_whole and len(numbers) > 20 and len(set(numbers.tolist())) == len(numbers):
+            lines.append(f"column '{column.name}' has another whole number in every row; set ignore={column.name}")
+    return lines
+
+
+def read_user_table(path: Path, context: ReadContext) -> Images:
+    """Read the user's CSV file."""
+    return read_training_table("table", path, context)
+
+
+TABLE = Source(reader=read_user_table, is_table=True, path_kind="CSV file")
