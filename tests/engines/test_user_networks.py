@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import LOCAL, SHORT_RUN, have_equal_bits, make_clients, make_encoder, make_network, run_rounds
+from harness import (
+    LOCAL,
+    SHORT_RUN,
+    SMALL_CODEBOOK,
+    have_equal_bits,
+    make_clients,
+    make_encoder,
+    make_network,
+    run_rounds,
+)
 from torch import Tensor, nn
 
 from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import Batch, Broadcast, ClientModel, Silo, Update
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked import stack_size
 from uefl.engines.stacked.stacked_engine import StackedEngine
+from uefl.experiment.train import train
 
 ENGINES: dict[str, Any] = {
     "serial": SerialEngine,
@@ -144,3 +155,38 @@ def test_a_federation_may_have_one_silo(engine: str) -> None:
     server, records = run_rounds(ONE_ROUND, make_clients(ONE_ROUND, [silo], engine=ENGINES[engine]))
     assert server.round == 1
     assert list(records[-1]["silos"]) == ["only"]
+
+
+class TokenEncoder(nn.Module):
+    """Embed tokens and mix neighbors: int64 [B, l] -> [B, l, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(20, 8), nn.Linear(16, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert not tokens.is_floating_point()
+        z = self.embedding(tokens)
+        return self.mix(torch.cat([z, z.roll(1, 1)], -1))
+
+
+def make_token_silos(dtype: torch.dtype) -> list[Silo]:
+    """Return sequences of 6 tokens; the class is whether token 0 or token 1 occurs."""
+    silos = []
+    for k in range(3):
+        generator = torch.Generator().manual_seed(k)
+        x = torch.randint(2, 20, (80, 6), generator=generator)
+        y = torch.arange(80) % 2
+        x[torch.arange(80), torch.randint(6, (80,), generator=generator)] = y
+        silos.append(Silo.from_tensors(f"silo {k}", x.to(dtype), y))
+    return silos
+
+
+@pytest.mark.parametrize("engine", ["serial", "stacked"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_encoder_of_integer_tokens_learns(engine: str, dtype: torch.dtype) -> None:
+    local = replace(LOCAL, lr=1e-2, epochs=3)
+    method = UEFL(**{**SHORT_RUN, "rounds": 4, "local": local, "codebook": SMALL_CODEBOOK})
+    result = train(method, make_token_silos(dtype), TokenEncoder(), num_classes=2, hidden_size=16, engine=engine)
+    assert result.clients.silos["silo 0"].train.x.dtype == dtype
+    assert result.accuracy > 0.8

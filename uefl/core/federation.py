@@ -241,6 +241,11 @@ class Clients(Protocol):
         """Run one of the method's client tasks on the received model at every participant, once per split."""
 
 
+def is_integer(x: Tensor) -> bool:
+    """Return whether inputs are integers, such as tokens, which no engine converts to floating point."""
+    return x.dtype in (torch.int32, torch.int64)
+
+
 def is_codeword_tensor(name: str) -> bool:
     """Return whether a tensor has one row per codeword."""
     return name.endswith(CODEWORDS_SUFFIX)

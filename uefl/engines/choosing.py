@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from uefl.core.errors import InputError
-from uefl.core.federation import Silo
+from uefl.core.federation import Silo, is_integer
 from uefl.core.local import LocalTraining
 from uefl.engines.serial import has_torch_dropout
 from uefl.engines.stacked.stack_size import can_fill_device, count_activations
@@ -26,20 +26,23 @@ def choose_engine(
         raise InputError(f"engine=compiled needs a CUDA device; on {device} use auto, serial or stacked")
     if name != "auto":
         return name
-    input_shape = silos[0].test.x.shape[1:]
-    if not device.startswith("cuda") or not can_vmap(net, input_shape):  # on CPU vmap makes convolutions slower
+    x = silos[0].test.x
+    input_shape, input_dtype = x.shape[1:], x.dtype if is_integer(x) else None
+    if not device.startswith("cuda") or not can_vmap(
+        net, input_shape, input_dtype
+    ):  # on CPU vmap makes convolutions slower
         return "serial"
     steps = sum(-(-len(silo.train.y) // local.batch_size) for silo in silos) * local.epochs * total_rounds
-    fills_device = can_fill_device(count_activations(net, input_shape), local.batch_size)
+    fills_device = can_fill_device(count_activations(net, input_shape, input_dtype), local.batch_size)
     return "compiled" if fills_device and steps >= MIN_STEPS_TO_COMPILE else "stacked"
 
 
-def can_vmap(net: nn.Module, input_shape: Sequence[int]) -> bool:
+def can_vmap(net: nn.Module, input_shape: Sequence[int], input_dtype: torch.dtype | None = None) -> bool:
     """Return whether two copies of a network run under `vmap`, which does not support every operation."""
     if has_torch_dropout(net):
         return False
     tensors = {n: torch.stack([t.detach()] * 2) for n, t in net.state_dict().items()}
-    x = next(net.parameters()).new_zeros(2, 2, *input_shape)
+    x = next(net.parameters()).new_zeros(2, 2, *input_shape, dtype=input_dtype)
     training = net.training
     try:
         with torch.no_grad(), VmapOverrides(use_triton_convolution=False):

@@ -28,6 +28,7 @@ from uefl.core.federation import (
     Tensors,
     gather_accessible_rows,
     is_codeword_tensor,
+    is_integer,
     iterate_batch_slices,
     size_in_bytes,
 )
@@ -140,7 +141,8 @@ class SerialEngine:
         return Silo(silo.name, move(silo.train), move(silo.validation), move(silo.test), silo.domain)
 
     def _move_examples(self, examples: Examples) -> Examples:
-        return Examples(to_channels_last(examples.x.to(self.device, self.dtype)), examples.y.to(self.device))
+        x = examples.x.to(self.device, None if is_integer(examples.x) else self.dtype)
+        return Examples(to_channels_last(x), examples.y.to(self.device))
 
     def _receive_broadcast(self, method: Method, broadcast: Broadcast, name: str) -> ClientModel:
         """Copy what this silo receives and its client state into the network; the broadcast itself never changes."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import unknown_value_error
-from uefl.core.federation import ServerState, Silo
+from uefl.core.federation import ServerState, Silo, is_integer
 from uefl.engines import ENGINES, IN_PROCESS_ENGINES
 from uefl.engines.choosing import choose_engine
 from uefl.engines.serial import SerialEngine
@@ -57,8 +58,17 @@ def train(
     """Train a method on silos with any encoder; `on_record` is called with the record of every round."""
     if engine not in ("auto", *IN_PROCESS_ENGINES):
         raise unknown_value_error("engine", engine, ("auto", *IN_PROCESS_ENGINES))
-    input_shape = tuple(silos[0].train.x.shape[1:])
-    build = partial(Net, encoder, num_classes, input_shape, hidden_size=hidden_size, dropout=dropout, augment=augment)
+    x = silos[0].train.x
+    build = partial(
+        Net,
+        encoder,
+        num_classes,
+        tuple(x.shape[1:]),
+        hidden_size=hidden_size,
+        dropout=dropout,
+        augment=augment,
+        input_dtype=x.dtype if is_integer(x) else torch.float32,
+    )
     net = initialize_network(seed, build, method.adapt_network)
     silos = list(method.prepare_silos(silos))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)

@@ -68,6 +68,7 @@ class Net(nn.Module):
         augment: str = "",
         pixel_mean: Sequence[float] = (0.5,),
         pixel_std: Sequence[float] = (0.25,),
+        input_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self.augment = Augmentation.parse(augment, pixel_mean, pixel_std) if augment else None
@@ -78,11 +79,11 @@ class Net(nn.Module):
         self.feature_norm = feature_norm
         self.codebook = None
         with torch.no_grad():
-            training, z = encoder.training, to_tokens(encoder.eval()(torch.zeros(1, *input_shape)))
+            training, z = encoder.training, to_tokens(encoder.eval()(torch.zeros(1, *input_shape, dtype=input_dtype)))
             encoder.train(training)
         self.num_features, self.in_features = z.shape[2], z.shape[1] * z.shape[2]
         self.input_shape, self.num_classes, self.hidden_size = input_shape, num_classes, hidden_size
-        self.dropout, self.dropout_at = dropout, dropout_at
+        self.dropout, self.dropout_at, self.input_dtype = dropout, dropout_at, input_dtype
         self.classifier = Classifier(self.in_features, num_classes, hidden_size, dropout, dropout_at)
         salt_noise_layers(self)
 
@@ -99,6 +100,7 @@ class Net(nn.Module):
             augment=self.augment_specification,
             pixel_mean=self.pixel_constants[0],
             pixel_std=self.pixel_constants[1],
+            input_dtype=self.input_dtype,
         )
 
     def use_gaussian_classifier(self, code_size: int, eval_draws: int) -> Net:

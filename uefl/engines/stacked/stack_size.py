@@ -38,8 +38,10 @@ def compute_stack_size(activations: ActivationCount, batch_size: int, device: st
     return max(1, MAX_STACK_ACTIVATIONS[device] // max(activations.total * batch_size, 1))
 
 
-def count_activations(net: nn.Module, input_shape: Sequence[int]) -> ActivationCount:
-    """Count the activations of a network for examples of this shape."""
+def count_activations(
+    net: nn.Module, input_shape: Sequence[int], input_dtype: torch.dtype | None = None
+) -> ActivationCount:
+    """Count the activations of a network for examples of this shape; their type is that of the weights unless given."""
     counts: list[int] = [0]
 
     def count(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -49,7 +51,7 @@ def count_activations(net: nn.Module, input_shape: Sequence[int]) -> ActivationC
     param = next(net.parameters())
     training = net.training
     with torch.no_grad():
-        net.eval()(param.new_zeros(2, *input_shape))
+        net.eval()(param.new_zeros(2, *input_shape, dtype=input_dtype))
     net.train(training)
     for hook in hooks:
         hook.remove()

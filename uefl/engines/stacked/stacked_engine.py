@@ -84,7 +84,8 @@ class StackedEngine(SerialEngine):
         self._data = DeviceData(self.silos, self.public)
         self._noise_layer_names = [name for name, m in self.net.named_modules() if isinstance(m, NoiseLayer)]
         self._trainable_names = {n for n, p in self.net.named_parameters() if p.requires_grad}
-        self._activations = count_activations(self.net, next(iter(self.silos.values())).test.x.shape[1:])
+        x = next(iter(self.silos.values())).test.x
+        self._activations = count_activations(self.net, x.shape[1:], x.dtype)
         self._buffers: dict[Any, DeviceBuffers] = {}
         self._compiler = (
             Compiler(self.net, self._trainable_names, self._noise_layers, self._autocast) if use_compiler else None
