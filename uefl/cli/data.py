@@ -36,12 +36,14 @@ def show(
     """Count and plot the examples of every silo.
 
     Partitions a data set into silos, prints the number of examples per silo,
-    and plots sample images and label histograms.
+    and plots sample images and label histograms. For a table it prints label
+    mix, missing share and range of every column.
 
     \b
     Examples:
       uefl data show mnist
       uefl data show mnist partitioner=dirichlet alpha=0.3 --out silos.png
+      uefl data show table path=own.csv label=ill silo=site
     """
     from uefl.data import PARTITIONERS, SOURCES
     from uefl.experiment.parsing import get_assigned_value
@@ -58,13 +60,21 @@ def show(
     from uefl.data.defaults import get_default_config
     from uefl.data.preview import draw_silos, make_count_table
     from uefl.data.quality import collect_warnings
+    from uefl.data.table_preview import draw_table_silos, make_column_table, make_silo_table
     from uefl.experiment.settings import override_settings
 
     torch.set_num_threads(1)
-    silos, images = override_settings(get_default_config(dataset, partitioner), settings).load(seed)
-    console = Console()
-    console.print(make_count_table(silos, images))
+    config = override_settings(get_default_config(dataset, partitioner), settings)
+    silos, images = config.load(seed)
+    console, path = Console(), out or Path(f"{dataset}-silos.png")
+    if images.table:
+        silos = config.make_silos(images, seed)  # with the cells of the table instead of features
+        console.print(make_silo_table(silos, images))
+        console.print(make_column_table(silos, images))
+        figure = draw_table_silos(silos, images, path)
+    else:
+        console.print(make_count_table(silos, images))
+        figure = draw_silos(silos, images, path)
     for line in collect_warnings(silos, images):
         console.print(f"warning: {line}", style="yellow")
-    figure = draw_silos(silos, images, out or Path(f"{dataset}-silos.png"))
     console.print(f"figure: {figure}", soft_wrap=True)

@@ -49,8 +49,7 @@ def draw_silos(silos: Sequence[Silo], images: Images, path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    if path.suffix.lower() not in _FORMATS:
-        raise unknown_value_error("image format", path.suffix or path.name, _FORMATS)
+    check_figure_format(path)
     shown = silos[:_MAX_SILOS]
     figure = Figure(figsize=(11, 0.8 + 0.85 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -62,7 +61,13 @@ def draw_silos(silos: Sequence[Silo], images: Images, path: Path) -> Path:
     figure.suptitle(f"{images.name}: {_describe_omitted(silos) or f'{len(silos)} silos'}")
     handles = [axes[0, 1].bar([0], [0], color=color) for _, color in _SPLIT_COLORS]
     figure.legend(handles, [name for name, _ in _SPLIT_COLORS], loc="outside lower right", ncols=len(_SPLIT_COLORS))
-    return _save_new_file(figure, path)
+    return save_new_file(figure, path)
+
+
+def check_figure_format(path: Path) -> None:
+    """Raise an error if a figure cannot be written in the format that its name gives."""
+    if path.suffix.lower() not in _FORMATS:
+        raise unknown_value_error("image format", path.suffix or path.name, _FORMATS)
 
 
 def _draw_samples(axis: Axes, silo: Silo, images: Images) -> None:
@@ -99,7 +104,7 @@ def _make_sample_strip(examples: Examples, images: Images) -> NDArray[Any]:
     return np.asarray(row[..., 0] if row.shape[-1] == 1 else row)
 
 
-def _save_new_file(figure: Any, path: Path) -> Path:
+def save_new_file(figure: Any, path: Path) -> Path:
     """Save under a new name: an existing figure may be the only record of an earlier partition."""
     number = 1
     while True:
