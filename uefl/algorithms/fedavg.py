@@ -40,7 +40,7 @@ from uefl.core.federation import (
 )
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.local import LocalTraining
-from uefl.core.metrics import compute_metric_sums
+from uefl.core.metrics import DEFAULT_SPECIFICITY, compute_metric_sums
 from uefl.core.noise import derive_key, permutation
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ class FedAvg:
         "average", "Batch-norm statistics: averaged, stored at the silo, or left at their initial values."
     )
     mc_samples: int = setting(20, "Monte Carlo dropout samples T per prediction.", at_least=1)
+    specificity: float = setting(
+        DEFAULT_SPECIFICITY, "Specificity at which records give the sensitivity, for two classes.", above=0, below=1
+    )
     evaluate_train: bool = setting(False, "Evaluate on training examples too, as neural collapse needs; costs time.")
     evaluate_local: bool = setting(True, "Evaluate each silo's model before averaging too; costs time (Fig. 1).")
     local: LocalTraining = setting(default_factory=LocalTraining, help_text="Local training of a client.")
@@ -224,7 +227,7 @@ class FedAvg:
 
     def complete_open_record(self, server: ServerState, evaluations: Mapping[str, Evaluations]) -> ServerState:
         """Complete the record of the last round with the evaluations of its model."""
-        return complete_record(server, evaluations, self.codebook_hooks.code_loss_weight)
+        return complete_record(server, evaluations, self.codebook_hooks.code_loss_weight, self.specificity)
 
     # --- the client ---------------------------------------------------------------------------------------------
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from uefl.core.federation import Evaluations, Reply, ServerState, Tensors
-from uefl.core.metrics import compute_metrics
+from uefl.core.metrics import SCORE_COUNTS, compute_metrics, compute_two_class_metrics
 
 
 def start_record(server: ServerState, replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
@@ -51,15 +53,17 @@ def record_decision(server: ServerState, uncertain_silos: Sequence[str], before:
 
 
 def complete_record(
-    server: ServerState, evaluations: Mapping[str, Evaluations], code_loss_weight: float
+    server: ServerState, evaluations: Mapping[str, Evaluations], code_loss_weight: float, specificity: float
 ) -> ServerState:
     """Complete the open record with the silos' evaluations of its model; a silo without one has no metrics in it."""
     if not server.open_record:
         return server
     silos = dict(server.open_record["silos"])
     for silo_name, evaluation in evaluations.items():
-        silos[silo_name] = {**silos[silo_name], **_describe_evaluation(evaluation, code_loss_weight)}
+        silos[silo_name] = {**silos[silo_name], **_describe_evaluation(evaluation, code_loss_weight, specificity)}
     record = {**server.open_record, "silos": silos}
+    if pooled := _pool_scores(evaluations, specificity):
+        record["all_silos"] = pooled
     return server.replace(open_record={}, completed_records=(*server.completed_records, record))
 
 
@@ -84,14 +88,21 @@ def _describe_reply(reply: Reply) -> dict[str, Any]:
     return entries
 
 
-def _describe_evaluation(evaluation: Evaluations, code_loss_weight: float) -> dict[str, Any]:
+def _pool_scores(evaluations: Mapping[str, Evaluations], specificity: float) -> dict[str, float]:
+    """Return the metrics of two classes over the test examples of all silos, whose score counts add up."""
+    tests = [evaluation.received.get("test", {}) for evaluation in evaluations.values()]
+    counts = [sums[SCORE_COUNTS].cpu() for sums in tests if SCORE_COUNTS in sums]
+    return compute_two_class_metrics({SCORE_COUNTS: torch.stack(counts).sum(0)}, specificity) if counts else {}
+
+
+def _describe_evaluation(evaluation: Evaluations, code_loss_weight: float, specificity: float) -> dict[str, Any]:
     """Return the metrics of the test split, and below their names those of other splits and of target access."""
-    splits = {split: _compute_silo_metrics(s, code_loss_weight) for split, s in evaluation.received.items()}
+    splits = {s: _compute_silo_metrics(sums, code_loss_weight, specificity) for s, sums in evaluation.received.items()}
     entries: dict[str, Any] = splits.pop("test", {})
-    targets = {name: _compute_silo_metrics(s, code_loss_weight) for name, s in evaluation.target.items()}
+    targets = {n: _compute_silo_metrics(sums, code_loss_weight, specificity) for n, sums in evaluation.target.items()}
     return {**entries, **splits, **({"target_metrics": targets} if targets else {})}
 
 
-def _compute_silo_metrics(sums: Tensors, code_loss_weight: float) -> dict[str, float]:
-    metrics = compute_metrics(sums)
+def _compute_silo_metrics(sums: Tensors, code_loss_weight: float, specificity: float) -> dict[str, float]:
+    metrics = compute_metrics(sums, specificity)
     return {**metrics, "code_loss": metrics["quantization_error"] * code_loss_weight}

@@ -8,17 +8,21 @@ sampled prediction (D17).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from uefl.core.codebook import count_codewords, perplexity
+from uefl.core.discrimination import Estimate, auprc, auroc, count_scores, has_both_classes, sensitivity_at
 from uefl.core.federation import Batch, ClientModel, Tensors, is_codeword_tensor
 from uefl.core.uncertainty import Uncertainty, brier_score, ece, estimate_uncertainty, nll, reliability_sums
 
 Metrics = dict[str, float]
+SCORE_COUNTS = "score_counts"  # sum: examples by class and score, for two classes
+SPECIFICITY = "specificity"
+DEFAULT_SPECIFICITY = 0.9
 
 
 class BatchOutputs(NamedTuple):
@@ -47,7 +51,7 @@ class Metric:
 
     name: str  # key in records and summaries
     description: str  # noun phrase
-    value: Callable[[Sums], Tensor]
+    value: Callable[[Sums], Tensor | float]
     sums: Mapping[str, SumFunction] = field(default_factory=dict)  # what a client computes per batch; shared by name
     label: str = ""  # of the mean over silos in tables, such as mA; empty: not shown in tables
     column: str = ""  # heading of a table's column
@@ -55,6 +59,24 @@ class Metric:
     better: Literal["higher", "lower", ""] = ""
     requires_codebook: bool = False  # shown only for methods with a codebook
     in_summary: bool = True
+    num_classes: int = 0  # defined only for this number of classes and test examples of each; 0: always
+
+
+def _make_two_class_metrics(
+    name: str,
+    description: str,
+    estimate: Callable[[Sums], Estimate],
+    *,
+    label: str,
+    column: str,
+    sums: Mapping[str, SumFunction] | None = None,
+) -> tuple[Metric, Metric, Metric]:
+    """Return a metric of two classes and the ends of its interval of 95 %; all use the score counts."""
+    value = Metric(
+        name, description, lambda s: estimate(s).value, sums or {}, label, column, better="higher", num_classes=2
+    )
+    low = replace(value, name=f"{name}_low", value=lambda s: estimate(s).low, sums={}, label="", column="", better="")
+    return value, low, replace(low, name=f"{name}_high", value=lambda s: estimate(s).high)
 
 
 METRICS = (
@@ -142,8 +164,27 @@ METRICS = (
         digits=0,
         requires_codebook=True,
     ),
+    *_make_two_class_metrics(
+        "auroc",
+        "area under the ROC curve",
+        lambda s: auroc(s[SCORE_COUNTS]),
+        label="mAUROC",
+        column="AUROC",
+        sums={SCORE_COUNTS: lambda b: count_scores(b.probabilities, b.y)},
+    ),
+    *_make_two_class_metrics(
+        "auprc", "average precision", lambda s: auprc(s[SCORE_COUNTS]), label="mAUPRC", column="AUPRC"
+    ),
+    *_make_two_class_metrics(
+        "sensitivity",
+        "sensitivity at the set specificity",
+        lambda s: sensitivity_at(s[SCORE_COUNTS], float(s[SPECIFICITY])),
+        label="mSens",
+        column="sens.",
+    ),
 )
-TABLE_METRICS = tuple(metric for metric in METRICS if metric.label)
+TABLE_METRICS = tuple(metric for metric in METRICS if metric.label and not metric.num_classes)
+TWO_CLASS_METRICS = tuple(metric for metric in METRICS if metric.label and metric.num_classes == 2)
 
 
 def compute_metric_sums(model: ClientModel, batch: Batch, mc_samples: int) -> Tensors:
@@ -159,14 +200,31 @@ def compute_metric_sums(model: ClientModel, batch: Batch, mc_samples: int) -> Te
     )
     sums = {"num_examples": torch.tensor(float(len(batch.y)), device=outputs.probabilities.device)}
     for metric in METRICS:
-        sums |= {name: compute(outputs) for name, compute in metric.sums.items()}
+        if metric.num_classes in (0, outputs.probabilities.shape[-1]):
+            sums |= {name: compute(outputs) for name, compute in metric.sums.items()}
     return {name: value.double() for name, value in sums.items()}
 
 
-def compute_metrics(sums: Sums) -> Metrics:
-    """Compute all metrics from the sums over a split."""
-    values = {metric.name: float(metric.value(sums)) for metric in METRICS}
-    return {"num_examples": float(sums["num_examples"]), **values}
+def compute_metrics(sums: Sums, specificity: float = DEFAULT_SPECIFICITY) -> Metrics:
+    """Compute all metrics from the sums over a split; those of two classes only where both classes occur."""
+    defined = [metric for metric in METRICS if not metric.num_classes]
+    values = {metric.name: float(metric.value(sums)) for metric in defined}
+    return {"num_examples": float(sums["num_examples"]), **values, **compute_two_class_metrics(sums, specificity)}
+
+
+def compute_two_class_metrics(sums: Sums, specificity: float = DEFAULT_SPECIFICITY) -> Metrics:
+    """Compute the metrics of two classes; of several silos, after their score counts were added."""
+    if SCORE_COUNTS not in sums or not has_both_classes(sums[SCORE_COUNTS]):
+        return {}
+    sums = {**sums, SPECIFICITY: torch.tensor(specificity, dtype=torch.float64)}
+    return {metric.name: float(metric.value(sums)) for metric in METRICS if metric.num_classes == 2}
+
+
+def find_worst(rows: Mapping[str, Mapping[str, Any]], metric: Metric) -> str:
+    """Return the name of the row with the worst value of a metric, or an empty text if no row has it."""
+    worst = min if metric.better == "higher" else max
+    names = [name for name, row in rows.items() if metric.name in row]
+    return worst(names, key=lambda name: rows[name][metric.name]) if names else ""
 
 
 def mean_metric(rows: Iterable[Mapping[str, Any]], name: str) -> float:
@@ -175,15 +233,16 @@ def mean_metric(rows: Iterable[Mapping[str, Any]], name: str) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def describe_means(*, with_codebook: bool) -> str:
+def describe_means(*, with_codebook: bool, two_classes: bool = False) -> str:
     """Explain the labels of the means over silos in one line."""
     parts: list[str] = []
-    for metric in select_table_metrics(with_codebook=with_codebook):
+    for metric in select_table_metrics(with_codebook=with_codebook, two_classes=two_classes):
         direction = f" ({metric.better} is better)" if metric.better else ""
         parts.append(f"{metric.label}: mean {metric.description}{'' if parts else ' over silos'}{direction}")
     return "; ".join(parts)
 
 
-def select_table_metrics(*, with_codebook: bool) -> list[Metric]:
-    """Return the metrics that tables show for methods with or without a codebook."""
-    return [metric for metric in TABLE_METRICS if with_codebook or not metric.requires_codebook]
+def select_table_metrics(*, with_codebook: bool, two_classes: bool = False) -> list[Metric]:
+    """Return the metrics that tables show for methods with or without a codebook, and for two classes."""
+    metrics = [metric for metric in TABLE_METRICS if with_codebook or not metric.requires_codebook]
+    return [*metrics, *(TWO_CLASS_METRICS if two_classes else ())]

@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from uefl.core.metrics import describe_means, select_table_metrics
+from uefl.core.metrics import TWO_CLASS_METRICS, describe_means, find_worst, select_table_metrics
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, read_records
 from uefl.experiment.run_folder import RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
+INTERVAL_NOTE = (
+    "Intervals: AUROC by DeLong's variance and AUPRC by Boyd et al. on the logit scale, sensitivity by Wilson for the "
+    "chosen threshold; means of their ends over the rounds of the table"
+)
 
 
 class Column(NamedTuple):
@@ -30,7 +34,13 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     for line in describe_extensions(runs) + describe_lost_rounds(runs) + describe_local_differences(local):
         console.print(line, soft_wrap=True)
     console.print(make_comparison_table(runs))
-    console.print(describe_means(with_codebook=any(map(_has_codebook, _read_summaries(runs)))), soft_wrap=True)
+    summaries = _read_summaries(runs)
+    two_classes = any(map(_has_two_classes, summaries))
+    means = describe_means(with_codebook=any(map(_has_codebook, summaries)), two_classes=two_classes)
+    console.print(means, soft_wrap=True)
+    if two_classes:
+        console.print(make_interval_table(runs))
+        console.print(INTERVAL_NOTE, soft_wrap=True)
 
 
 def describe_local_differences(local: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -65,7 +75,12 @@ def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_A
         rows = [summary["domains"].get(domain, {}) for summary in summaries]
         table.add_row(*_make_bold(domain, *_format_cells(rows, summaries)), end_section=True)
     has_codebook = any(map(_has_codebook, summaries))
-    labels = ", ".join(metric.label for metric in select_table_metrics(with_codebook=has_codebook))
+    two_classes = any(map(_has_two_classes, summaries))
+    if two_classes:
+        cells = _format_cells([_find_worst_values(s) for s in summaries], summaries)
+        table.add_row("worst silo", *cells, end_section=True)
+    metrics = select_table_metrics(with_codebook=has_codebook, two_classes=two_classes)
+    labels = ", ".join(metric.label for metric in metrics)
     title = f"{labels}; most codewords" if has_codebook else labels
     table.add_row(*_make_bold(title, *_format_cells([_mean_over_silos(s) for s in summaries], summaries)))
     return table
@@ -77,15 +92,49 @@ def _read_summaries(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGA
 
 def _list_columns(summary: Summary) -> list[Column]:
     has_codebook = _has_codebook(summary)
-    metrics = select_table_metrics(with_codebook=has_codebook)
+    metrics = select_table_metrics(with_codebook=has_codebook, two_classes=_has_two_classes(summary))
     columns = [Column(metric.name, metric.column, metric.digits) for metric in metrics]
     return columns + [Column("num_codewords", "codewords", 0)] * has_codebook
 
 
 def _mean_over_silos(summary: Summary) -> dict[str, float]:
     """Return the means over silos by metric, and the largest number of codewords."""
-    means = {metric.name: summary[metric.label] for metric in select_table_metrics(with_codebook=True)}
+    metrics = select_table_metrics(with_codebook=True, two_classes=_has_two_classes(summary))
+    means = {metric.name: summary[metric.label] for metric in metrics if metric.label in summary}
     return {**means, "num_codewords": _max_codewords(summary)}
+
+
+def make_interval_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
+    """Make a table of the metrics of two classes with their intervals: per silo, and for all test examples together."""
+    summaries = _read_summaries(runs, aggregation)
+    table = Table(title="95 % intervals", title_justify="left")
+    table.add_column("")
+    columns = [(name, summary, m) for name, summary in zip(runs, summaries) for m in TWO_CLASS_METRICS]
+    for name, _, metric in columns:
+        table.add_column(f"{name}\n{metric.column}", justify="right")
+    for silo in summaries[0]["silos"]:
+        table.add_row(silo, *(_format_interval(s["silos"].get(silo, {}), m.name) for _, s, m in columns))
+    table.add_section()
+    pooled = [_format_interval(s.get("all_silos", {}), m.name) for _, s, m in columns]
+    table.add_row(*_make_bold("all silos together", *pooled))
+    return table
+
+
+def _format_interval(row: Mapping[str, float], name: str) -> str:
+    if f"{name}_low" not in row:
+        return "–"
+    return f"{row[f'{name}_low']:.2f}–{row[f'{name}_high']:.2f}"
+
+
+def _find_worst_values(summary: Summary) -> dict[str, float]:
+    """Return the worst value over silos of every metric that has a better direction."""
+    metrics = select_table_metrics(with_codebook=False, two_classes=True)
+    worst = {metric.name: find_worst(summary["silos"], metric) for metric in metrics if metric.better}
+    return {name: summary["silos"][silo][name] for name, silo in worst.items() if silo}
+
+
+def _has_two_classes(summary: Summary) -> bool:
+    return any(metric.label in summary for metric in TWO_CLASS_METRICS)
 
 
 def _has_codebook(summary: Summary) -> bool:
