@@ -9,7 +9,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, get_args
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ class Column:
     def num_features(self) -> int:
         """Number of features, with the indicator."""
         return (len(self.levels) if self.kind == "categorical" else 1) + self.has_indicator
+
+    def describe(self) -> str:
+        """Return kind and levels in words."""
+        return f"{self.kind} ({', '.join(self.levels)})" if self.levels else self.kind
 
     def is_missing(self, text: str) -> bool:
         """Return whether a cell is empty or has a value that means missing."""
@@ -104,6 +109,17 @@ class TableFormat:
         """Return the numbers of one row, whose cells are in the order of the columns."""
         return [column.parse_cell(cell, decimal_comma=self.decimal_comma) for column, cell in zip(self.columns, cells)]
 
+    def find_difference(self, other: TableFormat) -> str:
+        """Return in which column another table differs before scaling, or an empty text."""
+        for column, other_column in zip_longest(self.columns, other.columns):
+            if column is None or other_column is None:
+                return f"column '{(column or other_column).name}' exists in one of them only"
+            if column.name != other_column.name:
+                return f"column '{column.name}' in place of '{other_column.name}'"
+            if (column.kind, column.levels) != (other_column.kind, other_column.levels):
+                return f"column '{column.name}' is {column.describe()}, not {other_column.describe()}"
+        return ""
+
     def to_json(self) -> str:
         """Return the format as text."""
         return json.dumps(asdict(self), sort_keys=True)
@@ -151,8 +167,7 @@ def describe_bad_number(column: str, text: str) -> str:
     return f"is not a number; set missing.{column}={text} if it means missing, or categorical={column}"
 
 
-@dataclass(frozen=True)
-class ColumnSums:
+class ColumnSums(NamedTuple):
     """What a silo sends of its training rows so that tables can be scaled: sums over present values, per column."""
 
     num_rows: int
@@ -187,3 +202,22 @@ def scale_by_sums(table: TableFormat, silo_sums: Sequence[ColumnSums]) -> TableF
             column = replace(column, mean=mean, std=std, is_scaled=True)
         columns.append(column)
     return replace(table, columns=tuple(columns))
+
+
+def parse_sums(values: Any, num_columns: int) -> ColumnSums:
+    """Return the sums that another machine sent, or raise an `InputError`; sums of real rows pass."""
+    try:
+        num_rows, counts, sums, squares = values
+        parsed = ColumnSums(int(num_rows), tuple(map(int, counts)), tuple(map(float, sums)), tuple(map(float, squares)))
+    except (TypeError, ValueError, OverflowError):
+        raise InputError("the sums of a table are incomplete") from None
+    for entries in parsed[1:]:
+        if len(entries) != num_columns:
+            raise InputError(f"the sums of a table are of {len(entries)} columns, but it has {num_columns}")
+    for count, total, square in zip(*parsed[1:]):
+        if not 0 <= count <= parsed.num_rows:
+            raise InputError(f"a column of a table has {count} values in {parsed.num_rows} rows")
+        limit = count * MAX_NUMBER
+        if not (abs(total) <= limit and total**2 * (1 - 1e-6) <= count * square <= limit**2 and square >= 0):
+            raise InputError("the sums of a table are not those of numbers")
+    return parsed

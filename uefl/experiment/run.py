@@ -53,6 +53,7 @@ class RunContext(NamedTuple):
     input_shape: tuple[int, ...]
     engine: str = "serial"
     device: str = "cpu"
+    table: str = ""  # of a table: its format as JSON, which predictions need
 
 
 class PreparedRun(NamedTuple):
@@ -113,7 +114,8 @@ def prepare_run(
     net = experiment.build_network(input_shape, len(images.classes))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     domains = {silo.name: silo.domain for silo in silos}
-    context = RunContext(fingerprint_silos(silos), domains, images.classes, input_shape, engine, device)
+    table = images.table.to_json() if images.table else ""
+    context = RunContext(fingerprint_silos(silos), domains, images.classes, input_shape, engine, device, table)
     return PreparedRun(experiment, context, silos, net)
 
 
@@ -249,6 +251,7 @@ def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext
             "domains": context.domains,
             "class_names": list(context.class_names),
             "input_shape": list(context.input_shape),
+            "table": context.table,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
     )
@@ -258,7 +261,7 @@ def _write_results(folder: RunFolder, server: ServerState, clients: Engine, doma
     """Write model and figure, and last the summary, which marks the run as finished."""
     header = folder.read_header()
     experiment = header["experiment"]
-    fields = ("experiment", "class_names", "input_shape", "domains", "fingerprint", RESULTS_VERSION_KEY)
+    fields = ("experiment", "class_names", "input_shape", "table", "domains", "fingerprint", RESULTS_VERSION_KEY)
     save_model(folder.model_path, server, clients.client_states, {name: header[name] for name in fields})
     run_records = records.read_records(folder.records_path)
     from uefl.experiment.figures import plot_curves  # matplotlib is slow to import, and only needed here

@@ -19,11 +19,12 @@ from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Broadcast, Reply, Tensors, is_codeword_tensor
 from uefl.core.paths import get_cache_folder
 from uefl.core.untrusted_text import escape_text
+from uefl.data.table_format import compute_sums
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.experiment import DTYPES, Experiment
 from uefl.flower.client_audit import AuditEntry, append_audit_entry
 from uefl.flower.client_state import ClientStateStore
-from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, align_labels, load_node_data
+from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, align_labels, load_node_data, scale_table
 from uefl.flower.silo_errors import describe_error
 from uefl.flower.wire import (
     cast_from_half,
@@ -134,11 +135,13 @@ class SiloClient:
 
 
 def handle_registration(request: Request, node_data: NodeData) -> RecordDict:
-    """Return the silo's name, domain, counts and class names; no data."""
+    """Return the silo's name, domain, counts and class names, and sums of a table's columns; no data."""
     del request
-    silo, classes = node_data
+    silo, classes, table = node_data
     image_shape = list(silo.test.x.shape[1:])
     payload = {"silo": silo.name, "domain": silo.domain, "num_examples": len(silo.train.y)}
+    if table:  # counts, sums and squares of columns, by which the federation scales its tables
+        payload |= {"table": table.to_json(), "column_sums": list(compute_sums(table, silo.train.x))}
     return pack_content({**payload, "image_shape": image_shape, "classes": list(classes)})
 
 
@@ -169,7 +172,7 @@ def _prepare_engine(request: Request, node_data: NodeData) -> tuple[SerialEngine
     payload, experiment, name = request.payload, request.experiment, node_data.silo.name
     if payload["silo"] != name:
         raise InputError(f"the message is addressed to silo {payload['silo']}, but this node is silo {name}")
-    silo = align_labels(node_data, tuple(payload["classes"]))
+    silo = scale_table(align_labels(node_data, tuple(payload["classes"])), node_data, str(payload.get("table", "")))
     image_shape, local_shape = tuple(payload["image_shape"]), tuple(silo.test.x.shape[1:])
     if local_shape != image_shape:
         raise InputError(

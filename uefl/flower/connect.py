@@ -45,6 +45,7 @@ def connect(
         seed=experiment.seed,
         class_names=agreed.classes,
         image_shape=agreed.image_shape,
+        table=agreed.table,
         dtype=DTYPES[experiment.precision],
         half_precision=half_precision,
         on_progress=on_silo_event,

@@ -1,26 +1,30 @@
 """Agree on the shape of images and the classes of a federation: by the coordinator's configuration, or by majority.
 
-A single silo can neither prevent the start by another shape nor enlarge the classifier by further classes.
+A single silo can neither prevent the start by another shape nor enlarge the classifier by further classes. Tables agree
+on their columns, and are scaled by the sums that the silos send.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from uefl.core.errors import InputError
 from uefl.data.readers.labeled_files import index_names
+from uefl.data.table_format import TableFormat, scale_by_sums
 from uefl.flower.silo_registry import SiloInfo
 
 NUM_LISTED = 5  # names of classes in one line
 
 
 class DataFormat(NamedTuple):
-    """Shape of images and names of classes; empty where the silos decide."""
+    """Shape of images and names of classes, empty where the silos decide; of a table also its scaled format as JSON."""
 
     image_shape: tuple[int, ...] = ()
     classes: tuple[str, ...] = ()
+    table: str = ""
 
 
 DECIDED_BY_SILOS = DataFormat()
@@ -42,11 +46,42 @@ def parse_data_format(image_shape: str, classes: str) -> DataFormat:
 
 def agree_on_format(silo_infos: Sequence[SiloInfo], configured: DataFormat) -> tuple[DataFormat, dict[str, str]]:
     """Return the format of a federation, and by silo the reasons why silos with another format cannot take part."""
-    image_shape = configured.image_shape or choose_image_shape(silo_infos)
     classes = configured.classes or choose_classes(silo_infos)
+    if any(info.table for info in silo_infos):
+        return agree_on_table(silo_infos, configured._replace(classes=classes))
+    image_shape = configured.image_shape or choose_image_shape(silo_infos)
     agreed = DataFormat(image_shape, classes)
     reasons = {info.name: find_format_error(info, agreed) for info in silo_infos}
     return agreed, {name: reason for name, reason in reasons.items() if reason}
+
+
+def agree_on_table(silo_infos: Sequence[SiloInfo], configured: DataFormat) -> tuple[DataFormat, dict[str, str]]:
+    """Return the columns that most silos have, scaled by their sums, and the reasons against other silos."""
+    counts = Counter(info.table for info in silo_infos)
+    if not configured.table and 2 * max(counts.values()) <= len(silo_infos):
+        raise InputError(
+            "the tables of the silos differ in their columns; declare numeric, categorical and boolean ones, and levels"
+        )
+    table = TableFormat.from_json(configured.table or counts.most_common(1)[0][0])
+    reasons = {info.name: find_table_error(info, table, configured.classes) for info in silo_infos}
+    reasons = {name: reason for name, reason in reasons.items() if reason}
+    if not configured.table:  # else a resumed run, whose scaling stays
+        fitting = sorted(info for info in silo_infos if info.name not in reasons)
+        table = scale_by_sums(table, [info.column_sums for info in fitting if info.column_sums])
+    table = replace(table, classes=configured.classes)
+    return DataFormat((table.num_features,), configured.classes, table.to_json()), reasons
+
+
+def find_table_error(info: SiloInfo, table: TableFormat, classes: Sequence[str]) -> str:
+    """Return why a silo's table does not fit that of the federation, or an empty string."""
+    if not info.table:
+        return f"silo {info.name} has images, but the federation uses a table"
+    if difference := TableFormat.from_json(info.table).find_difference(table):
+        return (
+            f"silo {info.name} has another table than most silos: {difference}; declare numeric, categorical and "
+            "boolean columns, and levels"
+        )
+    return find_class_error(info, classes)
 
 
 def choose_image_shape(silo_infos: Sequence[SiloInfo]) -> tuple[int, ...]:
@@ -78,7 +113,12 @@ def find_format_error(info: SiloInfo, agreed: DataFormat) -> str:
             f"silo {info.name} has images of shape {format_shape(info.image_shape)}, but the federation uses "
             f"{format_shape(agreed.image_shape)}; set data.image_size, or image_shape in the run configuration"
         )
-    if extra := [name for name in info.classes if name not in set(agreed.classes)]:
+    return find_class_error(info, agreed.classes)
+
+
+def find_class_error(info: SiloInfo, classes: Sequence[str]) -> str:
+    """Return which classes of a silo the federation does not use, or an empty string."""
+    if extra := [name for name in info.classes if name not in set(classes)]:
         return (
             f"silo {info.name} has classes that the federation does not use: {format_names(extra)}; "
             "set classes in the run configuration"
@@ -89,8 +129,9 @@ def find_format_error(info: SiloInfo, agreed: DataFormat) -> str:
 def describe_format(agreed: DataFormat, configured: DataFormat) -> str:
     """Return one line that gives the format of the federation, and what decided it."""
     decided = ["the run configuration" if value else "the majority of silos" for value in configured]
+    kind = "tables with features of shape" if agreed.table else "images of shape"
     return (
-        f"images of shape {format_shape(agreed.image_shape)}, by {decided[0]}; "
+        f"{kind} {format_shape(agreed.image_shape)}, by {decided[0]}; "
         f"{len(agreed.classes)} classes, by {decided[1]}: {format_names(agreed.classes)}"
     )
 

@@ -47,6 +47,7 @@ exec uefl deploy result federation.toml --since "$started"  # the exit code of t
 RUN_CONFIG = """# Run configuration; overrides app/pyproject.toml. Starting the run again with this file resumes it.
 method = "uefl"
 data = "folder"              # every node reads its own folder: <class>/<image>, or {{train,test}}/<class>/<image>
+                             # or "table": every node reads its own CSV file; settings = "label=ill levels.sex=f,m …"
 settings = ""                # field=value, separated by spaces: "rounds=20 num_codewords=64 data.image_size=32"
 num_silos = {num_silos}                # number of silos to wait for
 federation_name = "{federation_name}"  # a different name starts a different run

@@ -42,6 +42,7 @@ class FlowerEngine:
         seed: int,
         class_names: Sequence[str],
         image_shape: Sequence[int],
+        table: str = "",
         dtype: torch.dtype = torch.float32,
         half_precision: bool = False,
         on_progress: Callable[[str, str], None] = lambda _silo, _activity: None,
@@ -51,12 +52,13 @@ class FlowerEngine:
         self.client_states: dict[str, Tensors] = {}
         self._silo_infos = {info.name: info for info in sorted(silo_infos)}
         self._num_registered = {info.name: info.num_examples for info in silo_infos}
-        self.image_shape, self.class_names = tuple(image_shape), tuple(class_names)
+        self.image_shape, self.class_names, self.table = tuple(image_shape), tuple(class_names), table
         self._run_payload = {
             "run_id": run_id,
             "image_shape": list(image_shape),
             "classes": list(class_names),
             "half_precision": half_precision,
+            **({"table": table} if table else {}),
         }
         self._slowest_reply = 0.0  # seconds from sending to the arrival of a reply
         self._reader = ReplyReader(net, tuple(image_shape), dtype=dtype, half_precision=half_precision)

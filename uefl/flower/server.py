@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from uefl.core.errors import InputError, ResumableError
 from uefl.core.untrusted_text import escape_text
+from uefl.data.table_format import parse_sums
 from uefl.experiment.comparison import print_results
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import ensure_writable_folder, write_text
@@ -57,7 +59,7 @@ def make_server_app() -> ServerApp:
 
 def parse_run_config(run_config: dict[str, Any]) -> dict[str, Experiment]:
     """Return the experiment of a run configuration, by method name; it is parsed like a command line."""
-    settings = str(run_config["settings"]).split()
+    settings = shlex.split(str(run_config["settings"]))
     arguments = [str(run_config["method"]), str(run_config["data"]), f"seed={run_config['seed']}", *settings]
     experiments = parse_experiments(arguments, [], str(run_config["preset"]))
     if len(experiments) > 1:
@@ -103,8 +105,15 @@ def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_
         data_format=data_format,
         on_silo_event=lambda silo, activity: on_event({"kind": "silo", "silo": silo, "activity": activity}),
     )
-    store.write(engine.silo_infos, DataFormat(engine.image_shape, engine.class_names))
-    context = RunContext(fingerprint, dict(engine.domains), engine.class_names, engine.image_shape, engine="flower")
+    store.write(engine.silo_infos, DataFormat(engine.image_shape, engine.class_names, engine.table))
+    context = RunContext(
+        fingerprint,
+        dict(engine.domains),
+        engine.class_names,
+        engine.image_shape,
+        engine="flower",
+        table=engine.table,
+    )
     return run_with_clients(experiment, root, context, lambda: nullcontext(engine), on_event)
 
 
@@ -137,7 +146,7 @@ class RegistrationStore:
         try:
             values = json.loads(self.path.read_text())
             silos = [_make_tuples(SiloInfo(**silo)) for silo in values["silos"]]
-            stored = DataFormat(*(tuple(values[name]) for name in DataFormat._fields))
+            stored = DataFormat(tuple(values["image_shape"]), tuple(values["classes"]), str(values.get("table", "")))
         except (KeyError, TypeError, ValueError) as e:
             raise InputError(f"{self.path} is damaged ({e}); delete it to register the silos anew") from None
         for name, value, stored_value in zip(DataFormat._fields, configured, stored):
@@ -154,4 +163,5 @@ class RegistrationStore:
 
 
 def _make_tuples(info: SiloInfo) -> SiloInfo:
-    return info._replace(image_shape=tuple(info.image_shape), classes=tuple(info.classes))
+    sums = info.column_sums and parse_sums(info.column_sums, len(info.image_shape) and info.image_shape[0])
+    return info._replace(image_shape=tuple(info.image_shape), classes=tuple(info.classes), column_sums=sums)

@@ -9,7 +9,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from flwr.app import Message
@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from uefl.core.errors import InputError, ResumableError, unknown_value_error
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.untrusted_text import is_plain_text
+from uefl.data.table_format import ColumnSums, TableFormat, parse_sums
 from uefl.flower.pull_replies import ReplyPuller
 from uefl.flower.wire import make_message, read_reply_payload, reject_unreadable
 
@@ -70,6 +71,8 @@ class SiloInfo(NamedTuple):
     image_shape: tuple[int, ...]
     classes: tuple[str, ...]
     key: str = ""  # hash of the public key that the name is bound to; empty without authentication
+    table: str = ""  # of a table: its format before scaling, as JSON
+    column_sums: ColumnSums | None = None  # of a table: sums over the silo's training rows
 
 
 class RegisteredNode(Protocol):
@@ -229,4 +232,19 @@ def parse_silo_info(reply: Message | str) -> SiloInfo:
         raise InputError(f"silo {name} reported an invalid shape of images: {image_shape}")
     if not 0 <= num_examples < MAX_EXAMPLES:
         raise InputError(f"silo {name} reported an invalid number of examples: {num_examples}")
-    return SiloInfo(name, domain, num_examples, image_shape, classes)
+    info = SiloInfo(name, domain, num_examples, image_shape, classes)
+    return _parse_table(info, payload) if payload.get("table") else info
+
+
+def _parse_table(info: SiloInfo, payload: Mapping[str, Any]) -> SiloInfo:
+    """Return the silo with the format and the sums of its table."""
+    table = TableFormat.from_json(str(payload["table"]))
+    for word in (word for column in table.columns for word in (column.name, *column.levels, *column.missing)):
+        if not is_plain_text(word, MAX_NAME_LENGTH):
+            raise InputError(f"silo {info.name} has a column or level that is too long or has unusual characters")
+    if info.image_shape != (len(table.columns),):
+        raise InputError(f"silo {info.name} has a table of {len(table.columns)} columns, not {info.image_shape}")
+    sums = parse_sums(payload.get("column_sums"), len(table.columns))
+    if sums.num_rows != info.num_examples:
+        raise InputError(f"silo {info.name} sent sums of {sums.num_rows} rows, but has {info.num_examples}")
+    return info._replace(table=replace(table, classes=()).to_json(), column_sums=sums)
