@@ -11,6 +11,7 @@ from uefl.core.federation import Examples, Silo
 from uefl.core.field_rules import check_ranges, setting
 from uefl.data import PARTITIONERS, SOURCES
 from uefl.data.images import Images, resize_images, select_first_classes, select_rows, standardize_images
+from uefl.data.partitioners.groups import partition_groups
 from uefl.data.partitioners.partition import Partition
 from uefl.data.public_images import fit_images, mark_public_images
 from uefl.data.quality import warn_single_class_silos
@@ -177,7 +178,11 @@ class DataConfig:
     def make_partitions(self, images: Images, seed: int) -> list[Partition]:
         """Return the indices of every silo's images without reading pixels; no silo gets a public image."""
         is_public = mark_public_images(images, self.num_held_out, seed)
-        partitions = PARTITIONERS[self.partitioner].partition(self, select_rows(images, ~is_public), seed)
+        partition, kept = PARTITIONERS[self.partitioner].partition, select_rows(images, ~is_public)
+        if kept.group_ids is None:
+            partitions = partition(self, kept, seed)
+        else:
+            partitions = partition_groups(partition, self, kept, seed)
         if not self.num_held_out:
             return partitions
         indices = (~is_public).nonzero()[:, 0]  # by the index among the remaining images

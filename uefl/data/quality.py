@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ def check_images(images: Images, context: ReadContext) -> Images:
     return replace(
         images,
         num_skipped=len(context.skipped_messages),
-        warnings=tuple(map(sanitize_line, _warn_train_test_duplicates(images))),
+        warnings=tuple(map(sanitize_line, _warn_train_test_duplicates(images) + _warn_separated_groups(images))),
         notes=context.format_notes(),
     )
 
@@ -83,6 +84,21 @@ def _warn_train_test_duplicates(images: Images) -> list[str]:
     train_hashes = {row_hash for row_hash, test in zip(hashes, is_test, strict=True) if not test}
     count = sum(row_hash in train_hashes for row_hash, test in zip(hashes, is_test, strict=True) if test)
     return [f"{count} test images also occur in the training split"] if count else []
+
+
+def _warn_separated_groups(images: Images) -> list[str]:
+    """Count groups that the source itself separates: over its splits, or over silos."""
+    if images.group_ids is None:
+        return []
+    kinds = {"the training and the test split": images.is_test.long(), "more than one silo": images.silo_ids}
+    lines = []
+    for kind, ids in kinds.items():
+        if ids is None:
+            continue
+        owners = {(group, owner) for group, owner in zip(images.group_ids.tolist(), ids.tolist())}
+        count = sum(number > 1 for number in Counter(group for group, _ in owners).values())
+        lines += [f"{count} groups occur in {kind} of the source"] if count else []
+    return lines
 
 
 def _join_first_names(names: Sequence[str]) -> str:

@@ -17,13 +17,17 @@ from uefl.core.fetch import RemoteFile
 from uefl.data.images import Images
 from uefl.data.readers.archives import Files, Folder, ZipArchive, open_files
 from uefl.data.readers.context import ReadContext
-from uefl.data.readers.image_folder import read_image_files
+from uefl.data.readers.image_folder import find_group, read_image_files
 from uefl.data.readers.labeled_files import LabeledFile, decode_files
 from uefl.data.sources import PAPER_SIZES, Source
 
 IMAGE_SIZE = 32
 CLASS_IDS = {"": 0} | {str(c): c for c in range(1, 43)}  # by their digits without leading zeros
 TRAINING_CSV = re.compile(r"(^|/)(Training|Final_Training/Images)/\d{5}/GT-\d{5}\.csv$")
+TRACK = "track"  # value of `group`: shots of one physical sign
+# 00003_00012.ppm is shot 12 of track 3 of its class. Test images have no tracks: each is a group of its own.
+TRACK_NAME = re.compile(r"_\d+\.\w+$")
+TRACK_PATTERN = r"^.*(?=_\d+\.\w+$)|^.*$"
 TEST_CSV = re.compile(r"(^|/)GT-final_test\.csv$")
 
 
@@ -50,9 +54,19 @@ def read_gtsrb(path: Path, context: ReadContext) -> Images:
     if archives:
         files = CombinedFiles(files.display_path, [ZipArchive(path / n, context) for n in archives])
     if not any(TRAINING_CSV.search(n) or TEST_CSV.search(n) for n in files.names):
-        return read_image_files("gtsrb", files, context, owner_kind="")
+        return read_image_files("gtsrb", files, _use_tracks(files, context), owner_kind="")
     context = replace(context, image_size=context.image_size or IMAGE_SIZE)  # shares its counts with the original
-    return decode_files("gtsrb", files, _list_files(files, context), context)
+    context = _use_tracks(files, context)
+    labeled_files = [file._replace(group=find_group(file.path, context)) for file in _list_files(files, context)]
+    return decode_files("gtsrb", files, labeled_files, context)
+
+
+def _use_tracks(files: Files, context: ReadContext) -> ReadContext:
+    """Replace `group=track` by a pattern; a copy of the data whose file names give no tracks has no groups."""
+    if context.group != TRACK:
+        return context
+    has_tracks = any(TRACK_NAME.search(name) for name in files.names)
+    return replace(context, group=TRACK_PATTERN if has_tracks else "")
 
 
 def _list_files(files: Files, context: ReadContext) -> list[LabeledFile]:
@@ -111,5 +125,5 @@ GTSRB = Source(
     ),
     mean=(0.3403, 0.3121, 0.3214),
     std=(0.2724, 0.2608, 0.2669),
-    default_settings=PAPER_SIZES,
+    default_settings={**PAPER_SIZES, "group": TRACK},
 )

@@ -8,6 +8,7 @@ train/<class>/… test/<class>/…   a split
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -73,8 +74,23 @@ def _list_files(files: Files, folders: dict[str, tuple[str, ...]], context: Read
             continue
         is_test = split_level is not None and SPLIT_FOLDERS[parts[split_level].lower()]
         owner = "" if depth == 1 or split_level == 0 else parts[0]
-        labeled_files.append(LabeledFile(path, parts[-1], is_test, owner))
+        group = find_group(path, context)
+        if context.group and not group:
+            context.skip_or_raise(f"{files.display_path}: {path}: group={context.group} matches no part of this path")
+            continue
+        labeled_files.append(LabeledFile(path, parts[-1], is_test, owner, group))
     return labeled_files
+
+
+def find_group(path: str, context: ReadContext) -> str:
+    """Return the part of a path that the pattern of `group` matches, or an empty text."""
+    if not context.group:
+        return ""
+    try:
+        match = re.search(context.group, path)
+    except re.error as e:
+        raise InputError(f"group={context.group} is not a pattern (regular expression): {e}") from None
+    return match[0] if match else ""
 
 
 def _find_split_level(files: Files, folders: Sequence[tuple[str, ...]], depth: int) -> int | None:

@@ -37,6 +37,7 @@ class LabeledFile(NamedTuple):
     label: str
     is_test: bool = False
     owner: str = ""  # silo or domain
+    group: str = ""  # what stays together, such as a patient
 
 
 def decode_files(
@@ -48,6 +49,8 @@ def decode_files(
     x, decoded = _decode_all(files, labeled_files, context)
     classes, y = index_names([file.label for file in decoded])
     images = Images(name, x, y, classes, torch.tensor([file.is_test for file in decoded]))
+    if any(file.group for file in decoded):
+        images = replace(images, group_ids=index_names([file.group for file in decoded])[1])
     if not owner_kind:
         return images
     names, owner_ids = index_names([file.owner for file in decoded])

@@ -1,4 +1,7 @@
-"""Read the images that a CSV manifest `path,label,silo[,split]` lists; paths are absolute or relative to it."""
+"""Read the images that a CSV manifest `path,label,silo[,split]` lists; paths are absolute or relative to it.
+
+A further column may name what stays together, such as a patient.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,20 @@ def read_manifest(name: str, path: Path, context: ReadContext) -> Images:
     rows = _read_rows(path)
     labeled_files: list[LabeledFile] = []
     for number, row in enumerate(rows, 2):
-        if error := _find_row_error(row):
+        if context.group and context.group not in row:
+            raise InputError(f"{path}: no column '{context.group}', which group names; it has {', '.join(row)}")
+        if error := _find_row_error(row, context.group):
             context.skip_or_raise(f"{path}: row {number}: {error}")
             continue
         split = (row.get("split") or "").strip().lower()
         labeled_files.append(
-            LabeledFile(row["path"].strip(), row["label"].strip(), SPLIT_NAMES[split], row["silo"].strip())
+            LabeledFile(
+                row["path"].strip(),
+                row["label"].strip(),
+                SPLIT_NAMES[split],
+                row["silo"].strip(),
+                (row[context.group] or "").strip() if context.group else "",
+            )
         )
     return decode_files(name, ManifestFiles(path), sorted(labeled_files), context, owner_kind="silo")
 
@@ -75,9 +86,9 @@ def _read_rows(path: Path) -> list[dict[str, str]]:
         raise InputError(f"{path}: not a CSV file in UTF-8 ({e})") from e
 
 
-def _find_row_error(row: dict[str, str]) -> str:
+def _find_row_error(row: dict[str, str], group: str) -> str:
     """Return what is wrong with a row, or an empty string."""
-    for column in COLUMNS:
+    for column in (*COLUMNS, *((group,) if group else ())):
         if not (row[column] or "").strip():
             return f"'{column}' is empty"
     if "\0" in row["path"]:
