@@ -18,6 +18,7 @@ from uefl.algorithms.fedavg import FedAvg, ensemble_cross_entropy
 from uefl.algorithms.noise_images import make_noise_images, resize_like
 from uefl.algorithms.requirements import require_single_network
 from uefl.core import noise_addresses as addresses
+from uefl.core.errors import InputError
 from uefl.core.federation import Batch, Broadcast, ClientModel, Clients, ServerState, Tensors, Update
 from uefl.core.field_rules import setting
 from uefl.core.noise import RandomChoice
@@ -45,6 +46,8 @@ class VHL(FedAvg):
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
         single = require_single_network(net, "VHL")
+        if len(single.input_shape) != 3:
+            raise InputError("VHL makes virtual images and cannot train on a table")
         built = single.rebuild(num_classes=2 * single.num_classes)
         built.choice = RandomChoice()
         return super().adapt_network(built)
