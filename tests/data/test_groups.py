@@ -9,6 +9,7 @@ from file_factories import make_gtsrb_files, make_png, write_folder
 from synthetic_images import make_synthetic_images
 
 from uefl.core.errors import InputError
+from uefl.core.federation import Silo
 from uefl.data import PARTITIONERS
 from uefl.data.config import DataConfig
 from uefl.data.defaults import get_default_config
@@ -132,6 +133,14 @@ def test_a_column_groups_the_rows_of_a_table_and_is_no_input(tmp_path: Path) -> 
     places = list_places(config.make_partitions(images, 0), images)
     assert len(places) == 20
     assert all(len(found) == 1 for found in places.values())
+
+
+def test_silos_from_tensors_keep_groups_together() -> None:
+    x, groups = torch.arange(300.0)[:, None], torch.arange(300) % 40
+    silo = Silo.from_tensors("clinic", x, torch.arange(300) % 2, groups=groups)
+    found = [set((examples.x[:, 0].long() % 40).tolist()) for examples in (silo.train, silo.validation, silo.test)]
+    assert sorted(map(len, found)) == [3, 8, 29]
+    assert len(set.union(*found)) == 40
 
 
 def test_gtsrb_keeps_tracks_together_by_default(tmp_path: Path) -> None:

@@ -53,12 +53,20 @@ class Silo:
         validation_fraction: float = 0.1,
         seed: int = 0,
         public: Tensor | None = None,
+        groups: Tensor | None = None,
     ) -> Silo:
-        """Split tensors into test examples and, of the rest, validation and training examples, drawn by the seed."""
-        order = permutation(derive_key(seed, name, addresses.SILO_SPLIT), len(y)).to(y.device)
-        num_test = round(len(y) * test_fraction)
-        num_held_out = num_test + round((len(y) - num_test) * validation_fraction)
-        indices = (order[num_held_out:], order[num_test:num_held_out], order[:num_test])
+        """Split tensors into test examples and, of the rest, validation and training examples, drawn by the seed.
+
+        Examples of one group, such as a patient, stay together: `groups` [n] has equal integers for them.
+        """
+        ids = None if groups is None else torch.unique(groups, return_inverse=True)[1]
+        count = len(y) if ids is None else int(ids.max()) + 1
+        order = permutation(derive_key(seed, name, addresses.SILO_SPLIT), count).to(y.device)
+        num_test = round(count * test_fraction)
+        num_held_out = num_test + round((count - num_test) * validation_fraction)
+        indices = [order[num_held_out:], order[num_test:num_held_out], order[:num_test]]
+        if ids is not None:
+            indices = [torch.isin(ids, chosen).nonzero()[:, 0] for chosen in indices]
         train, validation, test = (Examples(x[i], y[i]) for i in indices)
         return cls(name, train, validation, test, domain=domain, public=public)
 
