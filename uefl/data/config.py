@@ -197,6 +197,8 @@ class DataConfig:
         """Return the public images in the shape of a silo's, or None if there are none."""
         if not self.public_images:
             return None
+        if images.table:
+            raise InputError(f"public_images={self.public_images} needs images, but {self.name} is a table")
         shape = (*images.x.shape[1:2], *((self.image_size,) * 2 if self.image_size else images.x.shape[2:]))
         source = images
         if not self.num_held_out:
