@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
 from uefl.core.client_model import ClientModel as ClientModel
 from uefl.core.client_model import Tensors as Tensors
+from uefl.core.errors import InputError
+from uefl.core.example_checks import check_fraction, check_train_size, convert_examples
 from uefl.core.noise import derive_key, permutation
 
 Split = Literal["train", "validation", "test"]
@@ -45,8 +48,8 @@ class Silo:
     def from_tensors(
         cls,
         name: str,
-        x: Tensor,
-        y: Tensor,
+        x: Tensor | NDArray[Any] | Sequence[Any],
+        y: Tensor | NDArray[Any] | Sequence[Any],
         *,
         domain: str = "",
         test_fraction: float = 0.2,
@@ -54,10 +57,21 @@ class Silo:
         seed: int = 0,
         public: Tensor | None = None,
     ) -> Silo:
-        """Split tensors into test examples and, of the rest, validation and training examples, drawn by the seed."""
+        """Split examples into test examples and, of the rest, validation and training examples, drawn by the seed.
+
+        Tensors, NumPy arrays and lists are accepted. Labels are class indices. Images of uint8 are scaled:
+        (x / 255 − 0.5) / 0.25; other inputs stay as they are.
+        """
+        owner = f"silo {name}"
+        check_fraction(owner, "test_fraction", test_fraction)
+        check_fraction(owner, "validation_fraction", validation_fraction, allow_zero=True)
+        x, y = convert_examples(owner, x, y)
         order = permutation(derive_key(seed, name, addresses.SILO_SPLIT), len(y)).to(y.device)
         num_test = round(len(y) * test_fraction)
         num_held_out = num_test + round((len(y) - num_test) * validation_fraction)
+        if not num_test:
+            raise InputError(f"{owner}: test_fraction={test_fraction} of {len(y)} examples is none; one is needed")
+        check_train_size(owner, len(y) - num_held_out)
         indices = (order[num_held_out:], order[num_test:num_held_out], order[:num_test])
         train, validation, test = (Examples(x[i], y[i]) for i in indices)
         return cls(name, train, validation, test, domain=domain, public=public)

@@ -23,7 +23,7 @@ from uefl.core.federation import Clients, ServerState, Silo, Tensors
 from uefl.data.images import Images
 from uefl.data.quality import collect_warnings
 from uefl.engines import ENGINE_NAMES, ENGINES, IN_PROCESS_ENGINES
-from uefl.engines.choosing import choose_engine
+from uefl.engines.choosing import check_device, choose_engine
 from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint, save_model
@@ -100,6 +100,7 @@ def prepare_run(
     """Load the data, unless their images are given, build the network and choose the engine."""
     if engine not in ENGINE_NAMES:
         raise unknown_value_error("engine", engine, ENGINE_NAMES)
+    check_device(device)
     experiment = experiment.resolve_precision(device)
     if engine in ENGINES and engine not in IN_PROCESS_ENGINES:
         require_network_support(experiment)

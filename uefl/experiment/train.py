@@ -11,9 +11,10 @@ from torch import nn
 
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import unknown_value_error
+from uefl.core.example_checks import check_silos
 from uefl.core.federation import ServerState, Silo
 from uefl.engines import ENGINES, IN_PROCESS_ENGINES
-from uefl.engines.choosing import choose_engine
+from uefl.engines.choosing import check_device, choose_engine
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, summarize_records
 from uefl.experiment.rounds import iterate_rounds
@@ -57,6 +58,8 @@ def train(
     """Train a method on silos with any encoder; `on_record` is called with the record of every round."""
     if engine not in ("auto", *IN_PROCESS_ENGINES):
         raise unknown_value_error("engine", engine, ("auto", *IN_PROCESS_ENGINES))
+    check_device(device)
+    silos = check_silos(silos, num_classes)
     input_shape = tuple(silos[0].train.x.shape[1:])
     build = partial(Net, encoder, num_classes, input_shape, hidden_size=hidden_size, dropout=dropout, augment=augment)
     net = initialize_network(seed, build, method.adapt_network)
