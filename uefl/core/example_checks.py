@@ -20,9 +20,25 @@ PIXEL_MEAN, PIXEL_DEVIATION = 0.5, 0.25
 MIN_TRAIN_EXAMPLES = 2  # batch norm needs two
 
 
+def to_tensor(owner: str, name: str, values: Any) -> Tensor:
+    """Return a tensor, an array or a list as a tensor; `name` is what an error calls it."""
+    try:
+        if isinstance(values, Tensor):
+            return values
+        if isinstance(values, list | tuple) and values and isinstance(values[0], Tensor):
+            return torch.stack(list(values))
+        array = np.ascontiguousarray(values)  # torch reads no negative strides
+        if array.dtype.kind == "u" and array.itemsize > 1:
+            array = array.astype(np.int64)
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError, RuntimeError) as e:
+        reason = " ".join(str(e).split())
+        raise InputError(f"{owner}: {name} must be a tensor, an array or a list of numbers ({reason})") from None
+
+
 def convert_inputs(owner: str, x: Any) -> Tensor:
     """Return inputs as a tensor of finite numbers: floats and integers stay, images of uint8 are scaled to floats."""
-    tensor = _to_tensor(owner, "x", x)
+    tensor = to_tensor(owner, "x", x)
     if tensor.dim() < 2:
         raise InputError(f"{owner}: x has shape {list(tensor.shape)}; it must be [examples, …], such as [n, c, h, w]")
     if tensor.dtype == torch.uint8:
@@ -51,7 +67,7 @@ def check_finite(owner: str, x: Tensor) -> Tensor:
 
 def convert_labels(owner: str, y: Any) -> Tensor:
     """Return labels as class indices [n] of type int64."""
-    tensor = _to_tensor(owner, "y", y)
+    tensor = to_tensor(owner, "y", y)
     if tensor.dim() != 1:
         hint = ""
         if tensor.dim() == 2:
@@ -136,21 +152,6 @@ def _check_split(owner: str, examples: Examples, num_classes: int) -> Examples:
             f"{num_classes - 1}"
         )
     return examples._replace(x=x, y=y)
-
-
-def _to_tensor(owner: str, name: str, values: Any) -> Tensor:
-    try:
-        if isinstance(values, Tensor):
-            return values
-        if isinstance(values, list | tuple) and values and isinstance(values[0], Tensor):
-            return torch.stack(list(values))
-        array = np.ascontiguousarray(values)  # torch reads no negative strides
-        if array.dtype.kind == "u" and array.itemsize > 1:
-            array = array.astype(np.int64)
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except (TypeError, ValueError, RuntimeError) as e:
-        reason = " ".join(str(e).split())
-        raise InputError(f"{owner}: {name} must be a tensor, an array or a list of numbers ({reason})") from None
 
 
 def _name_silo(name: str) -> str:

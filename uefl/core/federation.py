@@ -224,6 +224,9 @@ class Method(Protocol):
     def client_state_names(self, net: nn.Module) -> Collection[str]:
         """Return names of the network's tensors that stay at the silo and are never sent."""
 
+    def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
+        """Return those names among the tensors that stay at the silo that predictions use."""
+
     def initial_client_state(self, net: nn.Module, noise_key: int) -> Tensors:
         """Return client state before the first training. Tensors it does not name start as the network's."""
 

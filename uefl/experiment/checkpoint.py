@@ -1,4 +1,4 @@
-"""Safetensors files of a run: the checkpoint (server and client states) and the trained model."""
+"""Safetensors files: tensors by owner, and the checkpoint of a run (server and client states)."""
 
 from __future__ import annotations
 
@@ -87,14 +87,6 @@ def load_checkpoint(path: Path, device: torch.device | str) -> tuple[ServerState
         **{name: metadata[name] for name in SCALAR_FIELDS},
     )
     return server, {s: {n: t.to(device) for n, t in state.items()} for s, state in tensors.client_states.items()}
-
-
-def save_model(path: Path, server: ServerState, client_states: dict[str, Tensors], metadata: Mapping[str, Any]) -> None:
-    """Save what predictions need: the model, the ledger of codewords and the client states."""
-    tensors = NamedTensors(server.model_state, client_states=client_states).to_flat()
-    save_tensors(
-        path, {RunFolder.ACCESS: server.access, **tensors}, {"silo_names": list(server.silo_names), **metadata}
-    )
 
 
 def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, Any]) -> None:

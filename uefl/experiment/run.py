@@ -19,18 +19,20 @@ from torch import nn
 
 from uefl import __version__
 from uefl.core.errors import InputError, unknown_value_error
-from uefl.core.federation import Clients, ServerState, Silo, Tensors
+from uefl.core.federation import Broadcast, Clients, Method, ServerState, Silo, Tensors
 from uefl.data.images import Images
+from uefl.data.input_format import describe_images
 from uefl.data.quality import collect_warnings
 from uefl.engines import ENGINE_NAMES, ENGINES, IN_PROCESS_ENGINES
 from uefl.engines.choosing import check_device, choose_engine
 from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
-from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint, save_model
+from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, write_text
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
+from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -43,6 +45,9 @@ class Engine(Clients, Protocol):
     client_states: dict[str, Tensors]
     device: torch.device
 
+    def get_personal_tensors(self, method: Method, broadcast: Broadcast) -> dict[str, Tensors]:
+        """Return by silo the tensors of its own that predictions use; empty if they stay at the silos."""
+
 
 class RunContext(NamedTuple):
     """Data, engine and device of a run."""
@@ -53,6 +58,7 @@ class RunContext(NamedTuple):
     input_shape: tuple[int, ...]
     engine: str = "serial"
     device: str = "cpu"
+    label_counts: dict[str, list[int]] = {}  # training examples per class, by silo; empty if only the silos know them
 
 
 class PreparedRun(NamedTuple):
@@ -114,7 +120,9 @@ def prepare_run(
     net = experiment.build_network(input_shape, len(images.classes))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     domains = {silo.name: silo.domain for silo in silos}
-    context = RunContext(fingerprint_silos(silos), domains, images.classes, input_shape, engine, device)
+    counts = {silo.name: count_labels(silo.train.y, len(images.classes)) for silo in silos}
+    label_counts = counts if engine in IN_PROCESS_ENGINES else {}
+    context = RunContext(fingerprint_silos(silos), domains, images.classes, input_shape, engine, device, label_counts)
     return PreparedRun(experiment, context, silos, net)
 
 
@@ -189,7 +197,7 @@ def run_with_clients(
             raise
         with opened as clients:
             server = _run_rounds(experiment, clients, folder, on_event)
-            _write_results(folder, server, clients, context.domains)
+            _write_results(folder, experiment, server, clients, context)
     return folder.path
 
 
@@ -255,15 +263,45 @@ def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext
     )
 
 
-def _write_results(folder: RunFolder, server: ServerState, clients: Engine, domains: dict[str, str]) -> None:
-    """Write model and figure, and last the summary, which marks the run as finished."""
-    header = folder.read_header()
-    experiment = header["experiment"]
-    fields = ("experiment", "class_names", "input_shape", "domains", "fingerprint", RESULTS_VERSION_KEY)
-    save_model(folder.model_path, server, clients.client_states, {name: header[name] for name in fields})
+def _write_results(
+    folder: RunFolder, experiment: Experiment, server: ServerState, clients: Engine, context: RunContext
+) -> None:
+    """Write model and figure, and last the summary, which marks the run as finished; the server's state is kept."""
     run_records = records.read_records(folder.records_path)
+    _collect_models(experiment, server, clients, context, run_records[-1]).save(folder.model_path)
     from uefl.experiment.figures import plot_curves  # matplotlib is slow to import, and only needed here
 
-    plot_curves({f"{experiment['name']} on {experiment['data']['name']}": run_records}, folder.figure_path)
-    folder.write_summary({"seed": experiment["seed"], **records.summarize_records(run_records, domains)})
-    folder.checkpoint_path.unlink()
+    plot_curves({f"{experiment.method_name} on {experiment.data.name}": run_records}, folder.figure_path)
+    folder.write_summary({"seed": experiment.seed, **records.summarize_records(run_records, context.domains)})
+    folder.checkpoint_path.replace(folder.server_path)
+
+
+def _collect_models(
+    experiment: Experiment, server: ServerState, clients: Engine, context: RunContext, last_record: records.Record
+) -> SiloModels:
+    """Return the models of all silos with what predictions need."""
+    config = experiment.to_config()
+    description = Description(
+        method_name=config["name"],
+        method=config["method"],
+        model=config["model"],
+        network={},
+        input_format=describe_images(experiment.data, context.input_shape),
+        class_names=context.class_names,
+        silo_names=server.silo_names,
+        silos=collect_facts(server.silo_names, clients.num_examples, context.label_counts, last_record),
+        seed=experiment.seed,
+        round=server.round,
+        precision=experiment.precision,
+        origin={
+            "uefl": __version__,
+            RESULTS_VERSION_KEY: RESULTS_VERSION,
+            "data": config["data"],
+            "domains": context.domains,
+            "fingerprint": context.fingerprint,
+        },
+    )
+    personal_tensors = clients.get_personal_tensors(
+        experiment.method, experiment.method.make_broadcast(clients, server)
+    )
+    return SiloModels(description, server.model_state, server.access, personal_tensors)

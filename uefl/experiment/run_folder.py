@@ -22,7 +22,8 @@ class RunFolder:
     HEADER_FILE = "run.json"  # settings, versions, data
     RECORDS_FILE = "records.jsonl"  # one line per round
     CHECKPOINT_FILE = "checkpoint.safetensors"  # until the run is finished
-    MODEL_FILE = "model.safetensors"
+    SERVER_FILE = "server.safetensors"  # the last checkpoint of a finished run
+    MODEL_FILE = "model.safetensors"  # all that predictions need
     FIGURE_FILE = "figure.png"
     SUMMARY_FILE = "summary.json"  # written last: it marks a finished run
     LOCK_FILE = ".lock"
@@ -36,6 +37,7 @@ class RunFolder:
         self.path = path
         self.header_path, self.summary_path = path / self.HEADER_FILE, path / self.SUMMARY_FILE
         self.records_path, self.checkpoint_path = path / self.RECORDS_FILE, path / self.CHECKPOINT_FILE
+        self.server_path = path / self.SERVER_FILE
         self.model_path, self.figure_path = path / self.MODEL_FILE, path / self.FIGURE_FILE
 
     @property
