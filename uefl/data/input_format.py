@@ -81,8 +81,10 @@ class InputFormat:
         return cls(**fields)
 
 
-def describe_images(config: DataConfig, shape: tuple[int, ...]) -> InputFormat:
-    """Return the format of a data set's images; its mean and deviation are fixed and the same at every silo."""
+def describe_source(config: DataConfig, shape: tuple[int, ...]) -> InputFormat:
+    """Return the format of a data set; mean and deviation of images are fixed and the same at every silo."""
+    if len(shape) != 3:
+        return InputFormat(shape)
     source = SOURCES[config.name]
     resizing: Resizing = "none"
     if config.image_size:

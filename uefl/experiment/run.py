@@ -21,7 +21,7 @@ from uefl import __version__
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Broadcast, Clients, Method, ServerState, Silo, Tensors
 from uefl.data.images import Images
-from uefl.data.input_format import describe_images
+from uefl.data.input_format import describe_source
 from uefl.data.quality import collect_warnings
 from uefl.engines import ENGINE_NAMES, ENGINES, IN_PROCESS_ENGINES
 from uefl.engines.choosing import check_device, choose_engine
@@ -286,7 +286,7 @@ def _collect_models(
         method=config["method"],
         model=config["model"],
         network={},
-        input_format=describe_images(experiment.data, context.input_shape),
+        input_format=describe_source(experiment.data, context.input_shape),
         class_names=context.class_names,
         silo_names=server.silo_names,
         silos=collect_facts(server.silo_names, clients.num_examples, context.label_counts, last_record),

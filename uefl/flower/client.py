@@ -22,7 +22,7 @@ from uefl.core.federation import Broadcast, Reply, Tensors, is_codeword_tensor
 from uefl.core.metrics import compute_metrics
 from uefl.core.paths import get_cache_folder
 from uefl.core.untrusted_text import escape_text
-from uefl.data.input_format import describe_images
+from uefl.data.input_format import describe_source
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY
@@ -188,7 +188,7 @@ def _store_model(
         method=config["method"],
         model=config["model"],
         network={},
-        input_format=describe_images(request.experiment.data, tuple(payload["image_shape"])),
+        input_format=describe_source(request.experiment.data, tuple(payload["image_shape"])),
         class_names=tuple(payload["classes"]),
         silo_names=(silo.name,),
         silos=collect_facts((silo.name,), engine.num_examples, label_counts, record),
