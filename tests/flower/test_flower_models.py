@@ -36,7 +36,9 @@ def test_a_silos_copy_predicts_as_the_silo_was_evaluated(name, tmp_path):
         for tensor_name, tensor in models.model_state.items():
             if is_codeword_tensor(tensor_name):
                 assert torch.allclose(tensor, server.model_state[tensor_name][row])
-    assert engine.get_personal_tensors(experiment.method) == {}, "what belongs to a silo stays there"
+    assert engine.get_personal_tensors(experiment.method, experiment.method.make_broadcast(engine, server)) == {}, (
+        "what belongs to a silo stays there"
+    )
 
 
 def test_a_model_that_cannot_be_written_is_a_note(tmp_path, monkeypatch):
