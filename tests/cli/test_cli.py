@@ -167,7 +167,7 @@ def test_methods_and_readers_of_an_installed_package_are_found_by_name(tmp_path:
     everything = uefl("list", PYTHONPATH=path).stdout
     assert "mine:MyMethod, from an installed package" in everything
     assert "mine:my_images, from an installed package" in everything
-    settings = [*TINY_SETTINGS_NO_CODEBOOK, "rounds=1", "iterations=1"]
+    settings = ["train_per_silo=40", "test_per_silo=20", "width=4", "hidden_size=16", "rounds=1", "iterations=1"]
     done = uefl("run", "my-method", *settings, "--out", out, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     answer = uefl("run", "my-method", "my-images", "--out", out, PYTHONPATH=path)

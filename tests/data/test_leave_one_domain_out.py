@@ -25,6 +25,11 @@ def test_target_domain_only_tests_and_other_domains_only_train() -> None:
             assert len(p.validation) == round(0.1 * (len(p.train) + len(p.validation)))
 
 
+def test_test_per_silo_limits_the_images_of_the_target() -> None:
+    target, *_ = replace(ROTATED, test_per_silo=30).make_partitions(make_synthetic_images(1200), 0)
+    assert len(target.test) == 30
+
+
 def test_rotated_mnist_divides_all_images_among_six_domains() -> None:
     partitions = replace(ROTATED, target="rotate:45").make_partitions(
         make_synthetic_images(70000, test_fraction=1 / 7), 0

@@ -11,15 +11,16 @@ from rich.console import Console
 
 from uefl.core.metrics import METRICS
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, print_results, select_better_fedavg
+from uefl.experiment.parsing import parse_seeds
 from uefl.experiment.progress import ProgressDisplay
 from uefl.experiment.report import describe_decision, make_comparison_table, print_runs
 from uefl.experiment.run_folder import RunFolder
-from uefl.experiment.seeds import format_mean_stderr, format_seed_table, parse_seeds
+from uefl.experiment.seeds import format_mean_stderr, format_seed_table
 
 LEGEND = "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is better)"
 
 
-def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=False):
+def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=False, rounds=5):
     """Write the files of a finished run that tables read."""
     metrics = {"accuracy": accuracy, "entropy": 0.25, "perplexity": 3.4}
     silos = {name: {"domain": "x", **metrics, "num_codewords": num_codewords} for name in ("ada", "bob")}
@@ -28,7 +29,11 @@ def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=Fal
     path.mkdir()
     folder = RunFolder(path)
     folder.write_summary(
-        {"mean of last 5": {**means, "silos": silos}, "extensions": extensions, "validation_accuracy": validation}
+        {
+            "mean of last 5": {"round": [*range(rounds)], **means, "silos": silos},
+            "extensions": extensions,
+            "validation_accuracy": validation,
+        }
     )
     silo = {"bytes_up": 1, **({"rejected": "not finite"} if rejected else {})}
     folder.records_path.write_text(json.dumps({"round": 1, "silos": {"ada": silo, "bob": silo}}) + "\n")
@@ -79,6 +84,27 @@ def test_the_better_fedavg_is_the_one_with_the_higher_validation_accuracy(tmp_pa
     text = capture(lambda console: chosen.append(select_better_fedavg(folders, console)))
     assert list(chosen[0]) == [selected, "uefl"]
     assert f"fedavg {validation:.3f}, fedavg, no layer norm 0.700. The better one is reported." in text
+
+
+def test_three_methods_fit_into_80_columns_without_cutting_a_cell(tmp_path):
+    runs = {name: write_run(tmp_path / name, num_codewords=v) for name, v in (("fedavg", 0), ("vq", 16), ("uefl", 16))}
+    console = Console(width=80, highlight=False, force_terminal=False)
+    with console.capture() as output:
+        print_runs(runs, console)
+    text = output.get()
+    tables = [line for line in text.splitlines() if line.startswith(("│", "┃"))]
+    assert max(map(len, tables)) <= 80
+    assert "…" not in text
+    assert text.count("┏") == 2, "as few tables as possible"
+    assert all(text.count(f" {name} ┃") == count for name, count in (("fedavg", 2), ("vq", 4), ("uefl", 4)))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "title"), [(5, "mean of last 5 rounds"), (3, "mean of last 3 rounds"), (1, "last round")]
+)
+def test_the_table_names_the_rounds_that_it_averages(tmp_path, rounds, title):
+    run = write_run(tmp_path / "run", num_codewords=0, rounds=rounds)
+    assert f"Test images, {title}\n" in capture(lambda console: print_runs({"fedavg": run}, console))
 
 
 def test_rounds_without_a_usable_reply_are_reported(tmp_path):
@@ -142,10 +168,21 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
     ]
 
 
+def test_a_warning_about_the_data_is_printed_once_for_all_runs():
+    def show(console):
+        with ProgressDisplay(console) as display:
+            for run in ("fedavg", "uefl"):
+                display.on_event(run, {"kind": "warning", "about": "data", "message": "few images"})
+                display.on_event(run, {"kind": "warning", "message": "round 1: not finite"})
+
+    lines = ["warning: few images", "fedavg: warning: round 1: not finite", "uefl: warning: round 1: not finite"]
+    assert capture(show).splitlines() == lines
+
+
 def test_the_table_of_seeds_has_means_with_standard_errors_and_every_seed():
     def make_run(name, seed, accuracy, validation):
         means = {"mA": accuracy, "mE": 0.25, "mP": 3.4}
-        fields = {"experiment": {"seed": seed}, "validation_accuracy": validation}
+        fields = {"experiment": {"seed": seed}, "validation_accuracy": validation, "rounds": 7}
         return {"name": name, "mean of last 5": means, **fields}
 
     rows = format_seed_table(
@@ -186,7 +223,8 @@ from uefl.experiment.run_folder import RunFolder
 from uefl.experiment.seeds import compare_seeds
 
 out, console = Path(sys.argv[1]), Console(width=150)
-experiments = parse_experiments([*TINY_SETTINGS, "iterations=1"], ["uefl"], "default")
+settings = [s for s in TINY_SETTINGS if not s.startswith("iterations")]
+experiments = parse_experiments([*settings, "iterations=1"], ["uefl"], "default")
 compare_experiments(experiments, out, RunResources(), console)
 compare_seeds(experiments, [0], out, RunResources(), console)
 """
@@ -206,7 +244,7 @@ def test_one_entry_adds_a_metric_to_all_tables(tmp_path):
     assert error in result.stdout
     assert "err." in result.stdout
     assert "mX: mean error rate over silos; mA: mean accuracy" in result.stdout
-    assert "| mean of last 5 rounds | mX | mA | mE | mP | mX, seeds 0 | mA, seeds 0 | mE, seeds 0 |" in result.stdout
+    assert "| mean of last 3 rounds | mX | mA | mE | mP | mX, seeds 0 | mA, seeds 0 | mE, seeds 0 |" in result.stdout
 
 
 def test_the_names_of_metrics_and_of_shared_sums_are_unambiguous():

@@ -58,10 +58,13 @@ def show(
     from uefl.data.defaults import get_default_config
     from uefl.data.preview import draw_silos, make_count_table
     from uefl.data.quality import collect_warnings
-    from uefl.experiment.settings import override_settings
+    from uefl.experiment.settings import find_assigned_paths, override_settings
 
     torch.set_num_threads(1)
-    silos, images = override_settings(get_default_config(dataset, partitioner), settings).load(seed)
+    defaults = get_default_config(dataset, partitioner)
+    config = override_settings(defaults, settings)
+    config.check_used(path[-1] for path in find_assigned_paths(defaults, settings))
+    silos, images = config.load(seed)
     console = Console()
     console.print(make_count_table(silos, images))
     for line in collect_warnings(silos, images):

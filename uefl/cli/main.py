@@ -77,8 +77,8 @@ def main() -> None:
     except RuntimeError as e:
         if not _is_out_of_memory(e):
             raise
-        reason = str(e).partition(". ")[0]  # the rest is advice to developers
-        _exit(2, f"the device is out of memory ({reason}); reduce local.batch_size")
+        reason = str(e).splitlines()[0].partition(". ")[0]  # the rest is advice to developers
+        _exit(2, f"the device is out of memory ({reason}); reduce local.batch_size or the network")
     except KeyboardInterrupt:
         _exit(130, "stopped; run the same command again to resume after the last completed round")
 
@@ -90,7 +90,9 @@ def _exit(code: int, message: str) -> NoReturn:
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     torch = sys.modules.get("torch")  # not imported here for the sake of commands that do without it
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if torch is None:
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # CUDA, CPU
 
 
 if __name__ == "__main__":

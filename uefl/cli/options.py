@@ -44,4 +44,5 @@ StrictOption = Annotated[
 
 def add_flag_settings(arguments: Sequence[str] | None, *, skip_bad: bool, strict: bool) -> list[str]:
     """Return the arguments with the flags appended as settings."""
-    return [*(arguments or []), *(["skip_bad=true"] if skip_bad else []), *(["strict=true"] if strict else [])]
+    flags = [*(["skip_bad=true"] if skip_bad else []), *(["strict=true"] if strict else [])]
+    return [*(arguments or []), *(flag for flag in flags if flag not in (arguments or []))]

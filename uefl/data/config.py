@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Examples, Silo
 from uefl.core.field_rules import check_ranges, setting
+from uefl.core.memory import check_memory
 from uefl.data import PARTITIONERS, SOURCES
 from uefl.data.images import Images, resize_images, select_first_classes, standardize_images
 from uefl.data.partitioners.partition import Partition
@@ -17,6 +19,7 @@ from uefl.data.shifts import apply_shift, parse_shift
 from uefl.data.sources import read_images
 
 TEST_LABEL_DISTRIBUTIONS = ("global", "silo")
+_BYTES_PER_PIXEL = 4  # float32
 _LEAVE_ONE_OUT = ("leave-one-domain-out", "leave-one-domain-out-paired")
 
 
@@ -30,7 +33,9 @@ class DataConfig:
         "Folder, zip archive or CSV manifest to read; empty uses UEFL_DATA, the cache or a download.",
         in_run_id=False,
     )
-    image_size: int = setting(0, "Height and width to resize images to, in pixels; 0 keeps their size.", at_least=0)
+    image_size: int = setting(
+        0, "Height and width to resize images to, in pixels; 0 keeps their size.", at_least=0, at_most=4096
+    )
     num_classes: int = setting(0, "Number of classes to use, in class order; 0 uses all classes.", at_least=0)
     skip_bad: bool = setting(False, "Skip and count images that cannot be read, instead of stopping at the first.")
     strict: bool = setting(
@@ -54,7 +59,9 @@ class DataConfig:
     train_sizes: tuple[int, ...] = setting(
         (), "Training images of each silo for partitioner=domains; empty gives each train_per_silo.", at_least=1
     )
-    test_per_silo: int = setting(110, "Test images per silo; 0 divides all test images.", at_least=0)
+    test_per_silo: int = setting(
+        110, "Test images per silo (leave-one-domain-out: of the target); 0 divides all test images.", at_least=0
+    )
     test_fraction: float = setting(
         0.2,
         "Fraction of a silo's images used for testing, if the source has no test split and test_per_silo=0.",
@@ -124,6 +131,14 @@ class DataConfig:
         if self.shifts and self.target not in self.shifts:
             raise unknown_value_error("target", self.target, self.shifts)
 
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raise an error if the user set a field that the partitioner ignores."""
+        for name in sorted(set(names) & PARTITIONERS[self.partitioner].ignored_settings):
+            users = [other for other in PARTITIONERS if name not in PARTITIONERS[other].ignored_settings]
+            raise InputError(
+                f"{name} has no effect with partitioner={self.partitioner}; it is used by {', '.join(users)}"
+            )
+
     def load(self, seed: int, images: Images | None = None) -> tuple[list[Silo], Images]:
         """Return the silos, and the images they were made from; several seeds may share images that were read once."""
         images = images or self.read_images()
@@ -147,7 +162,17 @@ class DataConfig:
 
     def make_silos(self, images: Images, seed: int) -> list[Silo]:
         """Divide these images among silos."""
-        return [self._load_silo(partition, images, seed) for partition in self.make_partitions(images, seed)]
+        partitions = self.make_partitions(images, seed)
+        self._check_memory(partitions, images)
+        return [self._load_silo(partition, images, seed) for partition in partitions]
+
+    def _check_memory(self, partitions: list[Partition], images: Images) -> None:
+        num_images = sum(len(indices) for p in partitions for indices in (p.train, p.validation, p.test))
+        channels, height, width = images.x.shape[1:]
+        if self.image_size:
+            height = width = self.image_size
+        num_bytes = num_images * channels * height * width * _BYTES_PER_PIXEL
+        check_memory(num_bytes, f"{num_images} images of {height}×{width} pixels", "set a smaller image_size")
 
     def make_partitions(self, images: Images, seed: int) -> list[Partition]:
         """Return the indices of every silo's images without reading pixels."""

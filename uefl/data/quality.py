@@ -30,8 +30,7 @@ def check_images(images: Images, context: ReadContext) -> Images:
 
 def collect_warnings(silos: Sequence[Silo], images: Images) -> list[str]:
     """Return one line per kind of problem of the images and of the silos made from them."""
-    skipped = [f"{images.num_skipped} bad items were skipped"] if images.num_skipped else []
-    return [*skipped, *images.warnings, *images.notes, *warn_single_class_silos(silos)]
+    return [*images.warnings, *images.notes, *warn_single_class_silos(silos)]
 
 
 def warn_single_class_silos(silos: Sequence[Silo]) -> list[str]:

@@ -30,6 +30,7 @@ class ProgressDisplay:
             disable=not console.is_terminal,
         )
         self.tasks: dict[str, TaskID] = {}
+        self.data_warnings: set[str] = set()
         self.run_states: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> ProgressDisplay:
@@ -67,6 +68,11 @@ class ProgressDisplay:
         self.progress.update(self.tasks[run], total=total_rounds, completed=round_number)
 
     def _on_warning(self, run: str, event: Event) -> None:
+        if event.get("about") == "data":  # the same for all runs of a comparison: once
+            if event["message"] not in self.data_warnings:
+                self.data_warnings.add(event["message"])
+                self.console.print(f"warning: {event['message']}", style="yellow", soft_wrap=True, markup=False)
+            return
         self.console.print(f"{run}: warning: {event['message']}", style="yellow", soft_wrap=True, markup=False)
 
     def _on_finished(self, run: str, event: Event) -> None:

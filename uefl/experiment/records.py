@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from uefl.core.metrics import METRICS, TABLE_METRICS, mean_metric
 
 Record = dict[str, Any]
-DEFAULT_AGGREGATION = "mean of last 5"  # what tables show
+NUM_LAST_ROUNDS = 5
+DEFAULT_AGGREGATION = f"mean of last {NUM_LAST_ROUNDS}"  # what tables show
 AGGREGATIONS = ("last", DEFAULT_AGGREGATION, "best by validation")
 REPORTED_METRICS = (*(metric.name for metric in METRICS if metric.in_summary), "code_loss", "num_codewords")
 
@@ -38,7 +39,8 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
     """Summarize a run: last round, mean of the last five rounds, and the best round by validation accuracy."""
     validated = [r for r in records if not math.isnan(_validation_accuracy(r))]  # silos may miss a round
     best = max(validated or records[-1:], key=lambda r: (_validation_accuracy(r), -r["round"]))
-    aggregations = dict(zip(AGGREGATIONS, (records[-1:], records[-5:], [best])))
+    last = validated[-NUM_LAST_ROUNDS:]
+    aggregations = dict(zip(AGGREGATIONS, (records[-1:], records[-NUM_LAST_ROUNDS:], [best])))
     return {
         "rounds": records[-1]["round"],
         "total_codewords": records[-1]["total_codewords"],
@@ -47,9 +49,15 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
         "bytes_down": sum(r["bytes_down"] for r in records),
         "seconds": sum(r["seconds"] for r in records),
         "kmeans_seconds": sum(r["kmeans_seconds"] for r in records),
-        "validation_accuracy": sum(map(_validation_accuracy, validated[-5:])) / max(len(validated[-5:]), 1),
+        "validation_accuracy": sum(map(_validation_accuracy, last)) / max(len(last), 1),
         **{name: _average_rounds(rounds, domains) for name, rounds in aggregations.items()},
     }
+
+
+def describe_rounds(counts: Iterable[int]) -> str:
+    """Describe over how many rounds tables average the runs: a short run has fewer than five."""
+    distinct = sorted(set(counts))
+    return "last round" if distinct == [1] else f"mean of last {' or '.join(map(str, distinct))} rounds"
 
 
 def list_uncertain_silos(record: Record) -> list[str]:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from uefl.core.metrics import describe_means, select_table_metrics
-from uefl.experiment.records import DEFAULT_AGGREGATION, Record, read_records
+from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds, read_records
 from uefl.experiment.run_folder import RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
@@ -28,21 +29,21 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     """Print what happened in finished runs, their table, and what its labels mean."""
     for line in describe_extensions(runs) + describe_lost_rounds(runs):
         console.print(line, soft_wrap=True)
-    console.print(make_comparison_table(runs))
+    rounds = describe_rounds(len(summary["round"]) for summary in _read_summaries(runs))
+    console.print(f"Test images, {rounds}", style="italic")
+    for group in group_runs_by_width(runs, console):
+        console.print(make_comparison_table(group))
     console.print(describe_means(with_codebook=any(map(_has_codebook, _read_summaries(runs)))), soft_wrap=True)
 
 
 def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
     """Make a table of runs side by side: per silo, per domain, and means over all silos."""
     summaries = _read_summaries(runs, aggregation)
-    table = Table(
-        title=f"Test images, {aggregation}{' rounds' if aggregation == DEFAULT_AGGREGATION else ''}",
-        title_justify="left",
-    )
+    table = Table()
     table.add_column("")
     for name, summary in zip(runs, summaries):
         for column in _list_columns(summary):
-            table.add_column(f"{name}\n{column.heading}", justify="right")
+            table.add_column(f"{name}\n{column.heading}", justify="right", no_wrap=True)
     for domain in summaries[0]["domains"]:
         members = [name for name, silo in summaries[0]["silos"].items() if silo["domain"] == domain]
         for silo_name in members if members != [domain] else []:  # a silo that is its own domain has one row
@@ -54,6 +55,19 @@ def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_A
     title = f"{labels}; most codewords" if has_codebook else labels
     table.add_row(*_make_bold(title, *_format_cells([_mean_over_silos(s) for s in summaries], summaries)))
     return table
+
+
+def group_runs_by_width(runs: Mapping[str, Path], console: Console) -> list[dict[str, Path]]:
+    """Divide runs into as few tables as fit the console, so that no column is cut off."""
+    groups: list[dict[str, Path]] = []
+    unbounded = console.options.update(width=10_000)
+    for name, folder in runs.items():
+        wider = {**groups[-1], name: folder} if groups else {}
+        if wider and Measurement.get(console, unbounded, make_comparison_table(wider)).minimum <= console.width:
+            groups[-1] = wider
+        else:
+            groups.append({name: folder})
+    return groups
 
 
 def _read_summaries(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> list[Summary]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from uefl import __version__
+from uefl.algorithms.requirements import require_enough_silos
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Clients, ServerState, Silo, Tensors
 from uefl.data.images import Images
@@ -106,9 +107,9 @@ def prepare_run(
     on_event({"kind": "load", "data": experiment.data.name})
     silos, images = experiment.data.load(experiment.seed, images)
     for message in collect_warnings(silos, images):
-        on_event({"kind": "warning", "message": message})
+        on_event({"kind": "warning", "about": "data", "message": message})
     method = experiment.method
-    silos = list(method.prepare_silos(silos))
+    silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
     input_shape = tuple(images.x.shape[1:]) if not experiment.data.image_size else tuple(silos[0].test.x.shape[1:])
     net = experiment.build_network(input_shape, len(images.classes))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.requirements import require_enough_silos
 from uefl.core.errors import unknown_value_error
 from uefl.core.federation import ServerState, Silo
 from uefl.engines import ENGINES, IN_PROCESS_ENGINES
@@ -60,7 +61,7 @@ def train(
     input_shape = tuple(silos[0].train.x.shape[1:])
     build = partial(Net, encoder, num_classes, input_shape, hidden_size=hidden_size, dropout=dropout, augment=augment)
     net = initialize_network(seed, build, method.adapt_network)
-    silos = list(method.prepare_silos(silos))
+    silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     clients = ENGINES[engine](silos, net, seed=seed, device=device)
     records: list[Record] = []

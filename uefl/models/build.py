@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from uefl.core.errors import unknown_value_error
+from uefl.core.errors import InputError
 from uefl.models import ENCODERS
 
 
@@ -17,5 +17,5 @@ def build_encoder(name: str, in_channels: int, **settings: Any) -> nn.Module:
     known = [setting for setting in signature(build).parameters if setting != "in_channels"]
     for setting in settings:
         if setting not in known:
-            raise unknown_value_error(f"setting of encoder {name}", setting, known)
+            raise InputError(f"encoder {name} takes no {setting}; its settings: {', '.join(known)}")
     return build(in_channels=in_channels, **settings)

@@ -89,4 +89,4 @@ def _compute_sizes(
     return list(train_sizes or (train,) * num_silos), [test] * num_silos
 
 
-DOMAINS = Partitioner(partition_by_domain, {})
+DOMAINS = Partitioner(partition_by_domain, {}, frozenset({"alpha", "classes_per_silo", "test_label_distribution"}))

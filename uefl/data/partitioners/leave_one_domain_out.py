@@ -79,9 +79,10 @@ def _hold_out_target(config: DataConfig, domains: list[DomainIndices], seed: int
     num_validation = [round(len(domain.indices) * config.validation_fraction) for domain in domains]
     num_train = [len(domain.indices) - n for domain, n in zip(domains, num_validation)]
     num_silos = allocate_silos(num_train, sum(config.num_silos) or len(domains))
+    test = target.indices[: config.test_per_silo or None]
     name = f"{target.silo.name}-held-out"  # silo names address random draws: keep the suffix
     return [
-        Partition(target.silo._replace(name=name), NO_INDICES, NO_INDICES, target.indices),
+        Partition(target.silo._replace(name=name), NO_INDICES, NO_INDICES, test),
         *(partition for row in zip(domains, num_validation, num_silos) for partition in _split_domain(*row)),
     ]
 
@@ -123,10 +124,12 @@ def _split_with_remainder(indices: Tensor, count: int) -> list[Tensor]:
 
 _ANGLES = (0, 15, 30, 45, 60, 75)
 _DEFAULT_SETTINGS: dict[str, Any] = {**USE_ALL_IMAGES, "num_silos": ()}  # one silo per domain
+_IGNORED_SETTINGS = frozenset({"alpha", "classes_per_silo", "test_label_distribution", "test_fraction", "pool_splits"})
 
 LEAVE_ONE_DOMAIN_OUT = Partitioner(
     partition_leave_one_domain_out,
     {**_DEFAULT_SETTINGS, "shifts": tuple(f"rotate:{angle}" for angle in _ANGLES), "target": "rotate:0"},
+    _IGNORED_SETTINGS,
 )
 LEAVE_ONE_DOMAIN_OUT_PAIRED = Partitioner(
     partition_paired_domains,
@@ -135,4 +138,5 @@ LEAVE_ONE_DOMAIN_OUT_PAIRED = Partitioner(
         "shifts": tuple(f"rotate-nearest:{angle}" for angle in _ANGLES),
         "target": "rotate-nearest:0",
     },
+    _IGNORED_SETTINGS | {"train_per_silo"},
 )
