@@ -13,6 +13,8 @@ import typer
 from uefl import __version__, cli
 from uefl.core.errors import InputError, ResumableError
 
+INTERRUPTED = 130  # exit code after Ctrl-C
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -80,7 +82,16 @@ def main() -> None:
         reason = str(e).splitlines()[0].partition(". ")[0]  # the rest is advice to developers
         _exit(2, f"the device is out of memory ({reason}); reduce local.batch_size or the network")
     except KeyboardInterrupt:
-        _exit(130, "stopped; run the same command again to resume after the last completed round")
+        _exit(INTERRUPTED, _describe_interrupt())
+    except SystemExit as e:
+        if e.code == INTERRUPTED:  # typer's answer to Ctrl-C
+            _exit(INTERRUPTED, _describe_interrupt())
+        raise
+
+
+def _describe_interrupt() -> str:
+    resumes = sys.argv[1:2] in (["run"], ["compare"])
+    return "stopped; the same command resumes after the last completed round" if resumes else "stopped"
 
 
 def _exit(code: int, message: str) -> NoReturn:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from uefl.core.errors import InputError
 from uefl.core.metrics import METRICS, TABLE_METRICS, mean_metric
 
 Record = dict[str, Any]
@@ -31,8 +32,31 @@ def read_records(path: Path) -> list[Record]:
     """Read all complete lines; a line that a killed process left incomplete is dropped."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # text after the last line break is incomplete
+    lines = path.read_bytes().split(b"\n")[:-1]  # text after the last line break is incomplete
+    return [_parse_record(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _parse_record(path: Path, number: int, line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError("not a table of values")
+    except ValueError as e:
+        raise InputError(
+            f"{path} is damaged in line {number} ({e}); restore it, or move the run folder away to start again"
+        ) from None
+    return record
+
+
+def read_first_records(path: Path, num_rounds: int) -> list[Record]:
+    """Read the records of the first rounds, all of which must be there."""
+    records = [record for record in read_records(path) if record.get("round", 0) <= num_rounds]
+    if [record.get("round") for record in records] != [*range(1, num_rounds + 1)]:
+        raise InputError(
+            f"{path} is damaged (it must have one line for each of {num_rounds} rounds); restore it, or move the run "
+            "folder away to start again"
+        )
+    return records
 
 
 def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint, save_model
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
-from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, write_text
+from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, explain_write_errors, write_text
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 
@@ -174,8 +174,11 @@ def run_with_clients(
     """Run, resume or find an experiment with any clients; they are opened only if rounds remain."""
     name = f"{experiment.method_name}-{experiment.data.name}-{experiment.run_id(context.fingerprint)}"
     folder = RunFolder(ensure_writable_folder(root / name))
-    with explain_disk_errors(root), folder.lock():
-        if folder.is_finished:
+    # The supervisor of a deployed run resumes it by its exit code; elsewhere, a user has to free the disk.
+    explain_errors = explain_disk_errors if context.engine == "flower" else explain_write_errors
+    with explain_errors(root), folder.lock():
+        if folder.is_finished or _recover_summary(folder):
+            folder.read_summary()  # or an error that it is damaged
             engine = folder.read_header()["engine"]
             on_event({"kind": "finished", "folder": str(folder.path), "engine": engine})
             return folder.path
@@ -195,9 +198,9 @@ def run_with_clients(
 
 def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_event: Listener) -> ServerState:
     """Run the remaining rounds; after each, write its records and then the checkpoint that follows them."""
-    method, resumed = experiment.method, _resume(clients, folder)
+    method, resumed = experiment.method, _resume(clients, folder, on_event)
     next_record = resumed.open_record.get("round", resumed.round + 1) if resumed else 1
-    earlier = [record for record in records.read_records(folder.records_path) if record["round"] < next_record]
+    earlier = records.read_first_records(folder.records_path, next_record - 1)
     write_text(folder.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in earlier))
     round_number, server = resumed.round if resumed else 0, resumed
     on_event({"kind": "start", "total_rounds": method.total_rounds, "round": round_number, "records": earlier})
@@ -212,12 +215,36 @@ def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_e
     return server
 
 
-def _resume(clients: Engine, folder: RunFolder) -> ServerState | None:
-    """Load the last checkpoint, if there is one."""
-    if not folder.checkpoint_path.exists():
-        return None
-    server, clients.client_states = load_checkpoint(folder.checkpoint_path, clients.device)
-    return server
+def _resume(clients: Engine, folder: RunFolder, on_event: Listener) -> ServerState | None:
+    """Load the last checkpoint, or the one before it if the last is damaged; None if there is none."""
+    errors: list[str] = []
+    for path in filter(Path.exists, folder.checkpoint_paths):
+        try:
+            server, clients.client_states = load_checkpoint(path, clients.device)
+        except InputError as e:
+            errors.append(str(e))
+            continue
+        if errors:
+            message = f"{errors[0]}; resuming from the checkpoint before it, after round {server.round}"
+            on_event({"kind": "warning", "message": message})
+        return server
+    if errors:
+        raise InputError(
+            f"{'; '.join(errors)}; there is no other checkpoint: restore it, or move {folder.path} away to start again"
+        )
+    return None
+
+
+def _recover_summary(folder: RunFolder) -> bool:
+    """Write a lost summary of a finished run again; return whether the run is finished."""
+    if not (folder.has_header and folder.model_path.exists()) or any(map(Path.exists, folder.checkpoint_paths)):
+        return False
+    header = folder.read_header()
+    run_records = records.read_first_records(folder.records_path, header["total_rounds"])
+    folder.write_summary(
+        {"seed": header["experiment"]["seed"], **records.summarize_records(run_records, header["domains"])}
+    )
+    return True
 
 
 def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext) -> None:
@@ -266,4 +293,5 @@ def _write_results(folder: RunFolder, server: ServerState, clients: Engine, doma
 
     plot_curves({f"{experiment['name']} on {experiment['data']['name']}": run_records}, folder.figure_path)
     folder.write_summary({"seed": experiment["seed"], **records.summarize_records(run_records, domains)})
-    folder.checkpoint_path.unlink()
+    for path in folder.checkpoint_paths:
+        path.unlink(missing_ok=True)
