@@ -65,11 +65,16 @@ def compare(
     from rich.console import Console
 
     from uefl.experiment.comparison import RunResources, add_fedavg_no_layer_norm, compare_experiments
+    from uefl.experiment.targets import compare_targets, leaves_all_out
 
     if not any(a.partition("=")[0].endswith("feature_norm") for a in arguments):
         experiments = add_fedavg_no_layer_norm(experiments)
     resources = RunResources(device, threads, workers, engine)
-    if seed_list:
+    if leaves_all_out(experiments):
+        if seed_list:
+            raise InputError(f"use either target=all or --seeds {seeds}, not both")
+        compare_targets(experiments, out, resources, Console())
+    elif seed_list:
         from uefl.experiment.seeds import compare_seeds
 
         compare_seeds(experiments, seed_list, out, resources, Console())

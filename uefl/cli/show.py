@@ -32,11 +32,15 @@ def show(folders: Annotated[list[Path], typer.Argument(help="Folders of runs or 
 
     from uefl.experiment.report import print_runs
     from uefl.experiment.seeds import SEEDS_TABLE_FILE
+    from uefl.experiment.targets import TARGETS_TABLE_FILE
 
     console, paths = Console(), list_compared_runs(folders)
-    for table in (path / SEEDS_TABLE_FILE for path in paths if (path / SEEDS_TABLE_FILE).exists()):
+    tables = {
+        path: path / name for path in paths for name in (SEEDS_TABLE_FILE, TARGETS_TABLE_FILE) if (path / name).exists()
+    }
+    for table in tables.values():
         console.print(table.read_text(), markup=False, soft_wrap=True)
-    finished, states = sort_runs([path for path in paths if not (path / SEEDS_TABLE_FILE).exists()])
+    finished, states = sort_runs([path for path in paths if path not in tables])
     for data_name, runs in finished.items():
         if len(finished) > 1:
             console.print(f"\n{data_name}", style="bold", markup=False)

@@ -13,11 +13,13 @@ from uefl.core.field_rules import check_ranges, setting
 from uefl.core.memory import check_memory
 from uefl.data import PARTITIONERS, SOURCES
 from uefl.data.images import Images, resize_images, select_first_classes, standardize_images
+from uefl.data.partitioners.leave_one_domain_out import get_named_domains
 from uefl.data.partitioners.partition import Partition
 from uefl.data.quality import warn_single_class_silos
 from uefl.data.shifts import apply_shift, parse_shift
 from uefl.data.sources import read_images
 
+ALL_TARGETS = "all"  # every domain or site is left out in turn, each in a run of its own
 TEST_LABEL_DISTRIBUTIONS = ("global", "silo")
 _BYTES_PER_PIXEL = 4  # float32
 _LEAVE_ONE_OUT = ("leave-one-domain-out", "leave-one-domain-out-paired")
@@ -87,7 +89,8 @@ class DataConfig:
     )
     classes_per_silo: int = setting(5, "Classes per silo for partitioner=pathological.", at_least=1)
     target: str = setting(
-        "", "Domain that leave-one-domain-out holds out for testing: one of shifts, or a domain of the source."
+        "",
+        "What leave-one-domain-out holds out: one of shifts, a domain or silo of the source, or `all` in turn.",
     )
 
     def __post_init__(self) -> None:
@@ -128,8 +131,12 @@ class DataConfig:
                 f"partitioner={self.partitioner}: num_silos={self.num_silos} must be one number, "
                 "the silos of all training domains together"
             )
-        if self.shifts and self.target not in self.shifts:
-            raise unknown_value_error("target", self.target, self.shifts)
+        if self.shifts and self.target not in (*self.shifts, ALL_TARGETS):
+            raise unknown_value_error("target", self.target, (*self.shifts, ALL_TARGETS))
+
+    def list_targets(self) -> list[str]:
+        """Return what leave-one-domain-out can hold out: the shifts, or the domains or silos of the source."""
+        return list(self.shifts) or list(get_named_domains(self.read_images())[0])
 
     def check_used(self, names: Iterable[str]) -> None:
         """Raise an error if the user set a field that the partitioner ignores."""

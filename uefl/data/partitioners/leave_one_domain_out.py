@@ -43,12 +43,17 @@ def partition_leave_one_domain_out(config: DataConfig, images: Images, seed: int
         step = len(config.shifts)
         domains = [DomainIndices(silo, indices[d::step]) for d, silo in enumerate(_make_domain_specs(config))]
     else:
-        domain_ids = get_natural_domains(images)[indices]
-        domains = [
-            DomainIndices(SiloSpec(name, name), indices[domain_ids == d]) for d, name in enumerate(images.domains)
-        ]
+        names, ids = get_named_domains(images)
+        domains = [DomainIndices(SiloSpec(name, name), indices[ids[indices] == d]) for d, name in enumerate(names)]
     limit = config.train_per_silo or None
     return _hold_out_target(config, [domain._replace(indices=domain.indices[:limit]) for domain in domains], seed)
+
+
+def get_named_domains(images: Images) -> tuple[tuple[str, ...], Tensor]:
+    """Return the domains that the source names, else its silos, and the index of each image into them."""
+    if images.domain_ids is None and images.silo_ids is not None:
+        return images.silos, images.silo_ids
+    return images.domains, get_natural_domains(images)
 
 
 def partition_paired_domains(config: DataConfig, images: Images, seed: int) -> list[Partition]:
@@ -69,7 +74,7 @@ def _hold_out_target(config: DataConfig, domains: list[DomainIndices], seed: int
     """Make the target domain one silo with test images only, and divide the other domains among silos."""
     keys = list(config.shifts) or [domain.silo.domain for domain in domains]
     if config.target not in keys:
-        raise unknown_value_error("target", config.target, keys)
+        raise unknown_value_error("target", config.target, [*keys, "all (`uefl run` and `compare`)"])
     target = domains.pop(keys.index(config.target))
     if not domains or not len(target.indices):
         raise InputError(
