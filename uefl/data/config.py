@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from uefl.data import PARTITIONERS, SOURCES
 from uefl.data.images import Images, resize_images, select_first_classes, standardize_images
 from uefl.data.partitioners.leave_one_domain_out import get_named_domains
 from uefl.data.partitioners.partition import Partition
-from uefl.data.quality import warn_single_class_silos
+from uefl.data.quality import warn_separated_copies, warn_single_class_silos
 from uefl.data.shifts import apply_shift, parse_shift
 from uefl.data.sources import read_images
 
@@ -149,10 +149,12 @@ class DataConfig:
     def load(self, seed: int, images: Images | None = None) -> tuple[list[Silo], Images]:
         """Return the silos, and the images they were made from; several seeds may share images that were read once."""
         images = images or self.read_images()
-        silos = self.make_silos(images, seed)
-        if self.strict and (warnings := warn_single_class_silos(silos)):
+        partitions = self.make_partitions(images, seed)
+        silos = self._load_silos(partitions, images, seed)
+        copies = warn_separated_copies(partitions, images)
+        if self.strict and (warnings := copies + warn_single_class_silos(silos)):
             raise InputError(f"{warnings[0]} (strict)")
-        return silos, images
+        return silos, replace(images, warnings=(*images.warnings, *copies))
 
     def read_images(self, *, show_progress: bool = True) -> Images:
         """Read the images of the chosen classes; they are resized now or after the shift, as their source declares."""
@@ -169,7 +171,9 @@ class DataConfig:
 
     def make_silos(self, images: Images, seed: int) -> list[Silo]:
         """Divide these images among silos."""
-        partitions = self.make_partitions(images, seed)
+        return self._load_silos(self.make_partitions(images, seed), images, seed)
+
+    def _load_silos(self, partitions: list[Partition], images: Images, seed: int) -> list[Silo]:
         self._check_memory(partitions, images)
         return [self._load_silo(partition, images, seed) for partition in partitions]
 
