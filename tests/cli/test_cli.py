@@ -263,6 +263,26 @@ def test_every_setting_is_listed_with_its_meaning(method: str) -> None:
             assert help_text[:60] in output
 
 
+@pytest.mark.parametrize(
+    ("data", "encoder", "shown"), [("cifar10", "vgg16", "0.0001"), ("folder", "residual", "natural")]
+)
+def test_settings_are_listed_as_they_are_for_a_method_and_a_data_set(data: str, encoder: str, shown: str) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    print_topic("uefl", console, data)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"Settings of uefl on {data}." in output
+    rows = {line.split()[0]: line.split()[1] for line in output.splitlines() if len(line.split()) > 1}
+    assert (rows["encoder"], rows["name"]) == (encoder, data)
+    assert shown in rows.values()
+
+
+def test_a_topic_that_is_no_method_takes_no_data_set() -> None:
+    with pytest.raises(InputError, match="unknown method 'methods'; known: uefl"):
+        print_topic("methods", Console(file=io.StringIO()), "mnist")
+    with pytest.raises(InputError, match="unknown data set 'mnits'; known: mnist5k"):
+        print_topic("uefl", Console(file=io.StringIO()), "mnits")
+
+
 def test_a_setting_has_a_type_and_a_help_text() -> None:
     assert "Monte Carlo" in get_help_text(FedAvg, "mc_samples")
     assert get_help_text(UEFL, "mc_samples") == get_help_text(FedAvg, "mc_samples")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from uefl.cli.completion import complete_dataset
 from uefl.cli.options import SkipBadOption, StrictOption, add_flag_settings
 
 group = typer.Typer(help="Inspect images and silos.", no_args_is_help=True)
@@ -23,7 +24,10 @@ def data() -> None:
 
 @group.command()
 def show(
-    dataset: Annotated[str, typer.Argument(help="Data set, such as mnist5k; `uefl list data` lists them.")],
+    dataset: Annotated[
+        str,
+        typer.Argument(help="Data set, such as mnist5k; `uefl list data` lists them.", autocompletion=complete_dataset),
+    ],
     assignments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[FIELD=VALUE]...", help="Settings, such as partitioner=dirichlet-vhl alpha=0.3."),

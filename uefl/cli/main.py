@@ -17,7 +17,6 @@ INTERRUPTED = 130  # exit code after Ctrl-C
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="""Federated learning across silos whose data do not look alike.
@@ -30,12 +29,13 @@ unusually high uncertainty receive additional codewords.
   uefl run                         UEFL alone on the same digits
   uefl run uefl mnist gamma=0.2    another data set, one setting changed
   uefl list                        methods, data sets, partitioners, encoders, engines
-  uefl list uefl                   every setting of a method
+  uefl list uefl mnist             every setting of a method on a data set
   uefl data show mnist             a figure of the silos, before training
-  uefl show runs/…                 the table of a finished run
+  uefl show runs/*                 tables of finished runs, the state of the others
 
 Each run writes to its own folder in `runs/`. Results are never overwritten:
-repeating a command shows a finished run or resumes an unfinished one.""",
+repeating a command shows a finished run or resumes an unfinished one.
+`uefl --install-completion` lets Tab complete commands, methods and data sets.""",
 )
 
 

@@ -8,11 +8,14 @@ from typing import Annotated
 
 import typer
 
+from uefl.cli.completion import complete_argument
+
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[METHOD] [DATA] [FIELD=VALUE]...",
         help="Method, data set and settings (see `uefl list`); by default, the embedded digits.",
+        autocompletion=complete_argument,
     ),
 ]
 OutputOption = Annotated[Path, typer.Option(help="Folder for run folders.")]
