@@ -28,6 +28,7 @@ def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=Fal
     extensions = [{"round": 3, "uncertain_silos": ["ada"], "new_codewords": {"ada": 8}}] if num_codewords else []
     path.mkdir()
     folder = RunFolder(path)
+    folder.write_header({"results_version": 2, "class_names": ["a", "b", "c", "d"], "chance_accuracy": 0.3})
     folder.write_summary(
         {
             "mean of last 5": {"round": [*range(rounds)], **means, "silos": silos},
@@ -84,6 +85,47 @@ def test_the_better_fedavg_is_the_one_with_the_higher_validation_accuracy(tmp_pa
     text = capture(lambda console: chosen.append(select_better_fedavg(folders, console)))
     assert list(chosen[0]) == [selected, "uefl"]
     assert f"fedavg {validation:.3f}, fedavg, no layer norm 0.700. The better one is reported." in text
+
+
+@pytest.mark.parametrize(("accuracy", "is_reported"), [(0.1, True), (0.34, True), (0.36, False)])
+def test_a_result_at_chance_level_says_so(tmp_path, accuracy, is_reported):
+    run = write_run(tmp_path / "run", num_codewords=0, accuracy=accuracy)
+    line = (
+        f"fedavg: mean accuracy {accuracy:.3f} is hardly above chance level (0.300): the model has not learned; "
+        "try more rounds, or a larger or smaller local.lr\n"
+    )
+    assert (line in capture(lambda console: print_runs({"fedavg": run}, console))) == is_reported
+
+
+def test_a_decision_of_an_untrained_model_says_so():
+    record = {"round": 2, "iteration": 0, "has_decision": True}
+    header = {"class_names": ["a", "b"], "chance_accuracy": 0.5}
+
+    def show(console, accuracy):
+        silo = {"accuracy": accuracy, "entropy": 0.69, "is_uncertain": False}
+        with ProgressDisplay(console) as display:
+            display.on_event("uefl", {"kind": "start", "total_rounds": 4, "round": 0, "records": [], "header": header})
+            display.on_event("uefl", {"kind": "round", "record": {**record, "silos": {"ada": silo, "bob": silo}}})
+
+    settled = "uefl: after round 2, no silo has unusually high uncertainty: the codebook is final\n"
+    untrained = (
+        "uefl: after round 2, no silo stands out, but the model is at chance level, so this says nothing: "
+        "the codebook is final; set more rounds before the first decision\n"
+    )
+    assert untrained in capture(lambda console: show(console, 0.5))
+    assert settled in capture(lambda console: show(console, 0.9))
+
+
+def test_the_size_of_a_run_and_its_time_are_printed_before_it_starts():
+    event = {"kind": "plan", "num_images": 5000, "num_silos": 5, "num_parameters": 153946, "num_rounds": 20}
+
+    def show(console, seconds):
+        with ProgressDisplay(console) as display:
+            display.on_event("uefl", {**event, "seconds": seconds})
+
+    for seconds, text in ((3.2, "3 s"), (200, "3 min"), (9000, "2.5 h")):
+        line = f"uefl: 5000 images, 5 silos, 153946 parameters, 20 rounds; estimated time: {text}\n"
+        assert capture(lambda console, seconds=seconds: show(console, seconds)) == line
 
 
 def test_three_methods_fit_into_80_columns_without_cutting_a_cell(tmp_path):

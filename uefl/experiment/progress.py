@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from uefl.core.metrics import mean_metric, select_table_metrics
+from uefl.experiment.chance import is_at_chance, mean_accuracy
+from uefl.experiment.plan import describe_seconds
 from uefl.experiment.records import count_new_codewords, list_uncertain_silos
 from uefl.experiment.report import describe_decision
 from uefl.experiment.run import Event
@@ -44,9 +46,17 @@ class ProgressDisplay:
         """Show one event of a run."""
         if run not in self.tasks:
             self.tasks[run] = self.progress.add_task("", total=None, run=run, status="loading data", time_left="")
-            self.run_states[run] = {"iteration": 0, "silo": "", "metrics_text": "", "round": 0, "first_round": 0}
+            self.run_states[run] = {
+                "iteration": 0,
+                "silo": "",
+                "metrics_text": "",
+                "round": 0,
+                "first_round": 0,
+                "header": {},
+            }
         handlers = {
             "start": self._on_start,
+            "plan": self._on_plan,
             "warning": self._on_warning,
             "finished": self._on_finished,
             "silo": self._on_silo,
@@ -61,11 +71,19 @@ class ProgressDisplay:
             "total_rounds": total_rounds,
             "round": round_number,
             "start_time": time.monotonic(),
+            "header": event.get("header", {}),
             "first_round": round_number,
         }
         if round_number:
             self.console.print(f"{run}: resumed after round {round_number} of {total_rounds}")
         self.progress.update(self.tasks[run], total=total_rounds, completed=round_number)
+
+    def _on_plan(self, run: str, event: Event) -> None:
+        self.console.print(
+            f"{run}: {event['num_images']} images, {event['num_silos']} silos, {event['num_parameters']} parameters, "
+            f"{event['num_rounds']} rounds; estimated time: {describe_seconds(event['seconds'])}",
+            soft_wrap=True,
+        )
 
     def _on_warning(self, run: str, event: Event) -> None:
         if event.get("about") == "data":  # the same for all runs of a comparison: once
@@ -98,7 +116,10 @@ class ProgressDisplay:
             count = record["initial_codewords"]
             self.console.print(f"{run}: after round {round_number}, an initial codebook of {count} codewords")
         if record.get("has_decision"):
-            decision = describe_decision(round_number, list_uncertain_silos(record), count_new_codewords(record))
+            is_untrained = bool(state["header"]) and is_at_chance(mean_accuracy(record), state["header"])
+            decision = describe_decision(
+                round_number, list_uncertain_silos(record), count_new_codewords(record), is_untrained=is_untrained
+            )
             self.console.print(f"{run}: {decision}", soft_wrap=True)
         for name, silo in silos.items():
             if "rejected" in silo:

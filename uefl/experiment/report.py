@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from uefl.core.metrics import describe_means, select_table_metrics
+from uefl.experiment.chance import describe_chance, is_at_chance, mean_accuracy
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds, read_records
 from uefl.experiment.run_folder import RunFolder
 
@@ -27,7 +28,7 @@ class Column(NamedTuple):
 
 def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     """Print what happened in finished runs, their table, and what its labels mean."""
-    for line in describe_extensions(runs) + describe_lost_rounds(runs):
+    for line in describe_extensions(runs) + describe_lost_rounds(runs) + describe_chance_level(runs):
         console.print(line, soft_wrap=True)
     rounds = describe_rounds(len(summary["round"]) for summary in _read_summaries(runs))
     console.print(f"Test images, {rounds}", style="italic")
@@ -112,9 +113,31 @@ def describe_extensions(runs: Mapping[str, Path]) -> list[str]:
     """Describe the decisions of runs: which silos were uncertain, and how many codewords they received."""
     lines = []
     for name, folder in runs.items():
-        for step in RunFolder(folder).read_summary()["extensions"]:
-            decision = describe_decision(step["round"], step["uncertain_silos"], step["new_codewords"])
+        steps = RunFolder(folder).read_summary()["extensions"]
+        untrained = _list_untrained_rounds(folder) if steps else set()
+        for step in steps:
+            is_untrained = step["round"] in untrained
+            decision = describe_decision(
+                step["round"], step["uncertain_silos"], step["new_codewords"], is_untrained=is_untrained
+            )
             lines.append(f"{name}: {decision}")
+    return lines
+
+
+def _list_untrained_rounds(folder: Path) -> set[int]:
+    """Return the rounds after which the model was at chance level."""
+    header = RunFolder(folder).read_header()
+    records = read_records(RunFolder(folder).records_path)
+    return {record["round"] for record in records if is_at_chance(mean_accuracy(record), header)}
+
+
+def describe_chance_level(runs: Mapping[str, Path]) -> list[str]:
+    """Describe runs whose model has not learned."""
+    lines = []
+    for name, folder in runs.items():
+        summary = RunFolder(folder).read_summary()[DEFAULT_AGGREGATION]
+        if line := describe_chance(float(summary["mA"]), RunFolder(folder).read_header()):
+            lines.append(f"{name}: {line}")
     return lines
 
 
@@ -137,8 +160,15 @@ def _list_replies(record: Record) -> list[Record]:
     return [silo for silo in record["silos"].values() if "bytes_up" in silo] or [{}]
 
 
-def describe_decision(round_number: int, uncertain_silos: Sequence[str], new_codewords: Mapping[str, int]) -> str:
+def describe_decision(
+    round_number: int, uncertain_silos: Sequence[str], new_codewords: Mapping[str, int], *, is_untrained: bool = False
+) -> str:
     """Describe the decision at the end of an iteration in one sentence."""
+    if not uncertain_silos and is_untrained:
+        return (
+            f"after round {round_number}, no silo stands out, but the model is at chance level, so this says nothing: "
+            "the codebook is final; set more rounds before the first decision"
+        )
     if not uncertain_silos:
         return f"after round {round_number}, no silo has unusually high uncertainty: the codebook is final"
     num_silos = len(uncertain_silos)

@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,9 +28,11 @@ from uefl.engines import ENGINE_NAMES, ENGINES, IN_PROCESS_ENGINES
 from uefl.engines.choosing import choose_engine
 from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
+from uefl.experiment.chance import compute_chance_accuracy
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint, save_model
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, explain_write_errors, write_text
+from uefl.experiment.plan import make_plan
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 
@@ -54,6 +57,7 @@ class RunContext(NamedTuple):
     input_shape: tuple[int, ...]
     engine: str = "serial"
     device: str = "cpu"
+    chance_accuracy: float = 0.0  # 0: not known here
 
 
 class PreparedRun(NamedTuple):
@@ -89,6 +93,8 @@ def run(
                 on_silo_event=make_engine_listeners(on_event)["on_progress"],
             )
             return clients
+        plan = make_plan(prepared.experiment.method, prepared.net, prepared.silos, device)
+        on_event({"kind": "plan", **asdict(plan)})
         settings = {**make_engine_settings(prepared), **make_engine_listeners(on_event)}
         return releasing(make_clients(prepared.silos, prepared.net, seed=prepared.experiment.seed, **settings))
 
@@ -114,7 +120,8 @@ def prepare_run(
     net = experiment.build_network(input_shape, len(images.classes))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     domains = {silo.name: silo.domain for silo in silos}
-    context = RunContext(fingerprint_silos(silos), domains, images.classes, input_shape, engine, device)
+    chance = compute_chance_accuracy(silos)
+    context = RunContext(fingerprint_silos(silos), domains, images.classes, input_shape, engine, device, chance)
     return PreparedRun(experiment, context, silos, net)
 
 
@@ -202,8 +209,16 @@ def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_e
     next_record = resumed.open_record.get("round", resumed.round + 1) if resumed else 1
     earlier = records.read_first_records(folder.records_path, next_record - 1)
     write_text(folder.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in earlier))
-    round_number, server = resumed.round if resumed else 0, resumed
-    on_event({"kind": "start", "total_rounds": method.total_rounds, "round": round_number, "records": earlier})
+    round_number, server, header = resumed.round if resumed else 0, resumed, folder.read_header()
+    on_event(
+        {
+            "kind": "start",
+            "total_rounds": method.total_rounds,
+            "round": round_number,
+            "records": earlier,
+            "header": header,
+        }
+    )
     for server in iterate_rounds(method, clients, resumed):
         for record in server.completed_records:
             on_event({"kind": "round", "record": record})
@@ -277,6 +292,7 @@ def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext
             "domains": context.domains,
             "class_names": list(context.class_names),
             "input_shape": list(context.input_shape),
+            "chance_accuracy": context.chance_accuracy,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
     )
