@@ -65,7 +65,7 @@ def print_topic(topic: str, console: Console, data: str = "") -> None:
     from uefl.data import PARTITIONERS, SOURCES
     from uefl.engines import ENGINES
     from uefl.experiment.parsing import DEFAULT_DATASET
-    from uefl.models import ENCODERS
+    from uefl.models import ENCODER_FAMILIES, ENCODERS
 
     registries: dict[str, Registry[Any]] = {
         "methods": METHODS,
@@ -84,6 +84,9 @@ def print_topic(topic: str, console: Console, data: str = "") -> None:
     else:
         for title in [topic] if topic else registries:
             _print_entries(title, {name: registries[title].describe(name) for name in registries[title]}, console)
+            if title == "encoders":
+                families = {f"{name}:NAME": ENCODER_FAMILIES.describe(name) for name in ENCODER_FAMILIES}
+                _print_entries("families of encoders", families, console)
             if title == "methods":
                 _print_entries("methods with other settings", METHOD_VARIANTS, console)
 

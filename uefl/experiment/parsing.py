@@ -12,7 +12,7 @@ from uefl.algorithms import METHODS
 from uefl.core.errors import InputError
 from uefl.data import PARTITIONERS, SOURCES
 from uefl.experiment.settings import find_assigned_paths, has_setting, override_settings
-from uefl.models import ENCODERS
+from uefl.models import check_encoder
 
 if TYPE_CHECKING:
     from uefl.experiment.experiment import Experiment
@@ -34,7 +34,7 @@ def parse_experiments(arguments: Sequence[str], default_methods: Sequence[str], 
     if partitioner:
         PARTITIONERS.check_name(partitioner)
     if encoder:
-        ENCODERS.check_name(encoder)
+        check_encoder(encoder)
     from uefl.experiment.recipes import make_experiment
 
     experiments = {

@@ -10,7 +10,7 @@ from torch import nn
 
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.memory import check_memory
-from uefl.models import ENCODERS
+from uefl.models import check_encoder
 from uefl.models.augmentation import Augmentation
 from uefl.models.build import build_encoder
 from uefl.models.frozen_batch_norm import freeze_batch_norm_statistics
@@ -25,7 +25,7 @@ _BYTES_PER_WEIGHT = 16  # a weight, its gradient and two moments of Adam, each f
 class ModelConfig:
     """The network without its codebook."""
 
-    encoder: str = setting("residual", "Encoder; `uefl list encoders` lists them.")
+    encoder: str = setting("residual", "Encoder; `uefl list encoders` lists them; timm:NAME is any backbone of timm.")
     width: int = setting(
         0,
         "Width of the encoder, for `residual` the channels of its first block; 0: the encoder's default.",
@@ -51,7 +51,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        ENCODERS.check_name(self.encoder)
+        check_encoder(self.encoder)
         if self.augment:
             Augmentation.parse(self.augment)
 
