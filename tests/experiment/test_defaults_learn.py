@@ -38,7 +38,7 @@ def test_a_folder_of_5000_digits_shows_a_round_within_20_seconds_and_is_learned_
     ) as process:
         for line in process.stdout or []:
             lines.append(line)
-            if not first_round and "round 1/" in line:
+            if not first_round and "round 1/" in line:  # the first line about it
                 first_round = time.monotonic() - started
     seconds = time.monotonic() - started
     assert process.returncode == 0

@@ -187,6 +187,7 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
         {"kind": "warning", "message": "few images"},
         {"kind": "start", "total_rounds": 4, "round": 1, "records": []},
         {"kind": "silo", "silo": "ada", "activity": "training"},
+        {"kind": "trained", "round": 2, "seconds": 6.4},
         {"kind": "silo", "silo": "", "activity": "an unknown node was rejected"},
         {"kind": "round", "record": {**record, "silos": {"ada": silo, "bob": {**silo, "rejected": "not finite"}}}},
         {"kind": "finished", "folder": "runs/a", "engine": "serial"},
@@ -202,6 +203,7 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
     assert lines == [
         "uefl: warning: few images",
         "uefl: resumed after round 1 of 4",
+        "uefl: round 2/4 trained in 6 s; its metrics follow with the next round",
         "uefl: an unknown node was rejected",
         "uefl: after round 2, an initial codebook of 16 codewords",
         "uefl: after round 2, 2 silos have unusually high uncertainty (ada, bob): 8 new codewords per silo",

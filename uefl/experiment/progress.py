@@ -60,6 +60,7 @@ class ProgressDisplay:
             "warning": self._on_warning,
             "finished": self._on_finished,
             "silo": self._on_silo,
+            "trained": self._on_trained,
             "round": self._on_round,
         }
         if handler := handlers.get(event["kind"]):
@@ -103,6 +104,16 @@ class ProgressDisplay:
             return
         self.run_states[run]["silo"] = f"{event['silo']} {event['activity']}"
         self._refresh(run)
+
+    def _on_trained(self, run: str, event: Event) -> None:
+        """Show the first round without a terminal, where nothing else moves."""
+        if not self.console.is_terminal:
+            total = self.run_states[run]["total_rounds"]
+            self.console.print(
+                f"{run}: round {event['round']}/{total} trained in {describe_seconds(event['seconds'])}; "
+                "its metrics follow with the next round",
+                soft_wrap=True,
+            )
 
     def _on_round(self, run: str, event: Event) -> None:
         record, state = event["record"], self.run_states[run]

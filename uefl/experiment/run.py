@@ -219,7 +219,10 @@ def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_e
             "header": header,
         }
     )
+    started = time.monotonic()
     for server in iterate_rounds(method, clients, resumed):
+        if server.round == round_number + 1 and server.open_record:  # its metrics come with the next round
+            on_event({"kind": "trained", "round": server.round, "seconds": time.monotonic() - started})
         for record in server.completed_records:
             on_event({"kind": "round", "record": record})
             if "warning" in record:
