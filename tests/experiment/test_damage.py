@@ -183,7 +183,7 @@ def test_a_full_disk_is_one_line_and_the_run_resumes_once_there_is_space(
     filler.write_bytes(bytes(status.f_bavail * status.f_frsize))
     message = call_with_mistake(*make_command(photos, disk))
     assert message == (
-        f"cannot write to {folder.path}: no space left on device; completed rounds are kept, "
+        f"cannot write to {disk}: no space left on device; completed rounds are kept, "
         "and the same command resumes after them"
     )
     assert all(path.exists() for path in folder.checkpoint_paths)
