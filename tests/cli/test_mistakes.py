@@ -123,7 +123,7 @@ def test_a_misspelt_nested_field_names_the_nearest_one(name: str, hint: str, kno
 
 
 def test_a_network_that_cannot_fit_into_memory_is_refused_before_it_is_allocated(photos: str) -> None:
-    message = call_with_mistake("run", "folder", photos, "hidden_size=1000000000")
+    message = call_with_mistake("run", "folder", photos, "width=64", "hidden_size=1000000000")
     assert message.startswith("a network of 2.6e+11 weights would need ")
     assert message.endswith("; set a smaller width, depth, hidden_size or ensemble_size")
 
