@@ -37,6 +37,7 @@ SMALL = [
     "epochs=1",
     "batch_size=20",
     "mc_samples=3",
+    "public_images=40",
 ]
 CODEBOOK = ["num_codewords=8", "gamma=0", "min_standard_errors=0"]
 SETTINGS = {

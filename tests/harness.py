@@ -70,7 +70,7 @@ def make_striped_examples(count: int, seed: int, *, rotated: bool = False, noise
 def make_striped_silo(name: str, num_train: int, seed: int, *, rotated: bool = False, noise: float = 0.3) -> Silo:
     sizes = (num_train, 13, 14)
     splits = [make_striped_examples(n, seed + i, rotated=rotated, noise=noise) for i, n in enumerate(sizes)]
-    return Silo(name, *splits, domain="rotated" if rotated else "upright")
+    return Silo(name, *splits, domain="rotated" if rotated else "upright", public=make_public_images())
 
 
 def make_striped_silos() -> list[Silo]:
@@ -98,6 +98,7 @@ def make_pattern_silos(sizes: Sequence[int] = (24, 33, 24), shape: Sequence[int]
             make_pattern_examples(9, 10 * i + 1, i / 2, shape),
             make_pattern_examples(30, 10 * i + 2, i / 2, shape),
             domain=f"domain {i}",
+            public=make_public_images(shape),
         )
         for i, n in enumerate(sizes)
     ]
@@ -114,6 +115,11 @@ def write_photos(folder: Path, names: Sequence[str], shape: tuple[int, ...] = (1
 
 def list_photo_names(silos: Sequence[str], labels: str = "xy", count: int = 6) -> list[str]:
     return [f"{silo}/{label}/{i}.png" for silo in silos for label in labels for i in range(count)]
+
+
+def make_public_images(shape: Sequence[int] = IMAGE_SHAPE) -> Tensor:
+    """Return images that no silo has, of the silos' patterns and other brightness."""
+    return make_pattern_examples(21, 99, 0.2, shape).x
 
 
 def make_batch(n: int = 12, dtype: torch.dtype = torch.float64) -> Batch:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from studies.methods.runner import RunRecord, StudyRun, list_lr_search, select_lr
 from studies.methods.setups import FEDAVG, SEEDS, SETUPS, Setup
 from uefl.algorithms import METHODS
+from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.records import DEFAULT_AGGREGATION
 
 NOTES = Path(__file__).with_name("notes.md")
@@ -36,6 +37,8 @@ EXCHANGES: dict[str, Exchange] = {  # every method of the registry
     "vhl": Exchange("model", "model, virtual images", dropout="added"),
     "fedbr": Exchange("model, projection", "model, projection, pseudo-images", dropout="added"),
     "distrans": Exchange("model without offset", "the same", "offset", "added"),
+    "pmfl": Exchange("query gradient of the shared rows", "shared rows", "the other rows", "added"),
+    "fccl": Exchange("logits of public images", "mean logits", "everything", "added"),
     "vq-fedavg": Exchange("model, its codewords", "the same"),
     "uefl": Exchange("model, its codewords", "the same"),
     "local-only": Exchange("nothing", "nothing", "everything"),
@@ -54,7 +57,7 @@ CODEBOOK_PAIRS = {  # rows of one table without and with a codebook
 
 def render_page(run_records: Sequence[RunRecord], timings: Sequence[RunRecord]) -> str:
     """Render the whole page."""
-    notes = split_sections(NOTES.read_text())
+    notes, run_records = split_sections(NOTES.read_text()), use_newest_version(run_records)
     parts = [notes[""]]
     for name in SETUPS:
         parts += [
@@ -74,8 +77,18 @@ def split_sections(text: str) -> dict[str, str]:
     return {"": first.strip(), **{part.partition("\n")[0].strip(): part.partition("\n")[2].strip() for part in rest}}
 
 
+def use_newest_version(run_records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return the records of the newest results version among them, as those of the present version.
+
+    A page never mixes two versions; the notes name what has changed since its records were made.
+    """
+    newest = max((record["results_version"] for record in run_records), default=RESULTS_VERSION)
+    return [{**r, "results_version": RESULTS_VERSION} for r in run_records if r["results_version"] == newest]
+
+
 def find_runs(name: str, method: str, run_records: Sequence[RunRecord]) -> dict[int, RunRecord]:
     """Find the finished runs of a row, by seed."""
+    run_records = use_newest_version(run_records)
     lr = select_lr(name, run_records)
     if lr is None:
         return {}
@@ -147,6 +160,8 @@ def _describe_exchange(setup: Setup, method: str) -> Exchange:
         exchange = exchange._replace(up=f"{exchange.up}, its codewords", down=down)
     if row.method_fields.get("offsets") == "average":
         exchange = exchange._replace(up="model, offset", client_state="nothing")
+    if row.method_fields.get("server_update") == "average":
+        exchange = exchange._replace(up="shared rows")
     if row.model.get("ensemble_size", 1) > 1:
         exchange = exchange._replace(up="5 models", down="5 models", dropout="none: 5 members")
     if row.model.get("dropout") == 0.0:

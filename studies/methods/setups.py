@@ -17,6 +17,7 @@ from uefl.core.local import LocalTraining
 from uefl.data.config import DataConfig
 from uefl.data.defaults import get_default_config
 from uefl.experiment.experiment import Experiment
+from uefl.experiment.recipes import add_public_images
 from uefl.experiment.records import DEFAULT_AGGREGATION
 from uefl.models.model_config import ModelConfig
 
@@ -154,6 +155,8 @@ ROTATED = Setup(
         "FedSR": Variant(method="fedsr"),
         "DisTrans": Variant(method="distrans", paper_result="81.5 (T1)"),
         "DisTrans, mean offset": Variant(method="distrans", method_fields={"offsets": "average"}),
+        "PMFL": Variant(method="pmfl"),
+        "PMFL, average of rows": Variant(method="pmfl", method_fields={"server_update": "average"}),
         "VQ-FedAvg": Variant(method="vq-fedavg"),
         "VQ-FedAvg, one codebook per domain": Variant(
             method="vq-fedavg",
@@ -187,6 +190,17 @@ ROTATED_SGD = Setup(  # control variates correct gradients, and a step of Adam i
     },
 )
 
+ROTATED_PUBLIC = replace(  # the silos' images are those of `rotated`
+    ROTATED,
+    title="The same nine silos, with 1000 public images",
+    data=add_public_images(ROTATED.data),
+    methods={
+        FEDAVG: Variant(method="fedavg"),
+        "Local-only": Variant(method="local-only"),
+        "FCCL": Variant(method="fccl", relative_cost=2),
+    },
+)
+
 SETUPS: dict[str, Setup] = {
     "leave-out-0": make_leave_one_out_setup(0),
     "leave-out-75": make_leave_one_out_setup(75),
@@ -194,6 +208,7 @@ SETUPS: dict[str, Setup] = {
     "label-skew": LABEL_SKEW,
     "rotated": ROTATED,
     "rotated-sgd": ROTATED_SGD,
+    "rotated-public": ROTATED_PUBLIC,
 }
 
 

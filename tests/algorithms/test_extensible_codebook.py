@@ -215,15 +215,16 @@ def find_certain_silos(record):
 
 
 def test_uncertainty_is_measured_on_the_validation_split():
-    """The least uncertain silo gets test images that are averages of all classes: it is still not uncertain."""
+    """The least uncertain silo gets test images that are each half of another one: it is still not uncertain."""
     method = make_uefl(rounds=6, local=replace(LOCAL, epochs=3, lr=1e-2))  # trained: its predictions are confident
 
-    def average(examples):
-        return Examples(examples.x.mean(0, keepdim=True).expand_as(examples.x), examples.y)
+    def blend(examples):
+        order = examples.y.argsort()  # by class: half the images away is another class
+        return Examples((examples.x[order] + examples.x[order].roll(len(order) // 2, 0)) / 2, examples.y[order])
 
     _, after = run_iterations(method, make_clients(method))
     certain, *_ = find_certain_silos(after.completed_records[-1])
-    silos = [replace(s, test=average(s.test)) if s.name == certain else s for s in make_striped_silos()]
+    silos = [replace(s, test=blend(s.test)) if s.name == certain else s for s in make_striped_silos()]
     _, after = run_iterations(method, make_clients(method, silos))
     entries = after.completed_records[-1]["silos"]
     uncertain = tuple(name for name, silo in entries.items() if silo["is_uncertain"])
@@ -284,6 +285,23 @@ def test_new_codewords_are_centroids_of_the_training_features_of_the_silo():
             distances = (torch.cdist(segments, c).min(1).values for c in (codewords, before.model_state[CODEWORDS]))
             new_error, old_error = (distance.square().mean() for distance in distances)
             assert new_error < old_error
+
+
+def test_kmeans_of_a_silo_draws_anew_with_every_seed_silo_and_round():
+    method = make_uefl(replace(SMALL_CODEBOOK, codebook_init="gaussian"))
+    same_data = [replace(silo, name=name) for silo in make_striped_silos()[:1] for name in ("ada", "bob")]
+
+    def query(seed, round_number):
+        clients = make_clients(method, same_data)  # the network depends on the seed too: keep its weights
+        server = method.initialize_server(clients).replace(round=round_number)
+        clients.seed = seed
+        _, centroids = method.codebook.query_centroids(method, clients, server, server.silo_names, 6)
+        return centroids
+
+    first = query(0, 1)
+    assert torch.equal(first["ada"].centroids, query(0, 1)["ada"].centroids)
+    others = (first["bob"], query(1, 1)["ada"], query(0, 2)["ada"])
+    assert not any(torch.equal(first["ada"].centroids, other.centroids) for other in others)
 
 
 def test_extension_adds_a_constant_number_or_doubles_the_largest_codebook():

@@ -19,6 +19,9 @@ from harness import (
 
 from uefl.algorithms.fedbr import PROJECTION_PREFIX, PSEUDO
 from uefl.core.federation import Broadcast
+from uefl.core.local import LocalTraining
+from uefl.engines.serial import SerialEngine
+from uefl.engines.stacked.stacked_engine import StackedEngine
 
 
 def make_updates(method):
@@ -121,3 +124,23 @@ def test_mixture_is_the_mean_of_a_pseudo_image_and_a_local_image_and_of_their_la
     assert torch.allclose(outputs.pseudo_targets, targets)
     assert torch.allclose(outputs.pseudo_features, model.net.encode(images).mean(1))
     assert not torch.equal(batch.y[partner], batch.y)
+
+
+@pytest.mark.parametrize("engine", [SerialEngine, StackedEngine])
+def test_one_training_step_moves_batch_norm_statistics_once(engine):
+    method = make_method("fedbr", local=LocalTraining(batch_size=24, epochs=1))  # one batch per round
+    silos = make_pattern_silos((24, 24))
+    clients = engine(silos, build_model(method, BATCH_NORM_MODEL))
+    server = method.initialize_server(clients)
+    broadcast = method.make_broadcast(clients, server)._replace(round=1)
+    for reply in clients.fit(method, broadcast, evaluate=False):
+        counts = [t for n, t in reply.tensors.items() if n.endswith("num_batches_tracked")]
+        assert counts
+        assert all(int(count) == 1 for count in counts)
+        moved = {n: t for n, t in reply.tensors.items() if n.endswith("running_mean")}
+        images = torch.cat([clients.silos[reply.silo_name].train.x, server.method_state[PSEUDO].to(torch.float32)])
+        net = build_model(method, BATCH_NORM_MODEL).train()
+        net.encode(images)  # one pass over real and pseudo-images in training mode
+        expected = {n: t for n, t in net.state_dict().items() if n.endswith("running_mean")}
+        first = next(iter(expected))
+        torch.testing.assert_close(moved[first], expected[first], rtol=1e-4, atol=1e-6)

@@ -6,16 +6,33 @@ import pytest
 from harness import CODEWORDS, SHORT_RUN, SMALL_CODEBOOK, make_clients, make_striped_silos, run_rounds
 
 from uefl.algorithms.uefl import UEFL
+from uefl.core.errors import InputError
 from uefl.core.federation import Examples
 
 
-def run_with_target(**changes):
+def make_target(**splits):
+    """Return the last striped silo without training data."""
+    silo = make_striped_silos()[-1]
+    return replace(silo, train=Examples(silo.train.x[:0], silo.train.y[:0]), **splits)
+
+
+def run_with_target(target=None, **changes):
     """Run UEFL with the last silo as a target without training data; return the clients, the server and the records."""
-    *others, last = make_striped_silos()
-    no_examples = Examples(last.train.x[:0], last.train.y[:0])
     method = UEFL(**SHORT_RUN, codebook=replace(SMALL_CODEBOOK, **changes))
-    clients = make_clients(method, [*others, replace(last, train=no_examples, validation=no_examples)])
+    clients = make_clients(method, [*make_striped_silos()[:-1], target or make_target()])
     return (method, clients, *run_rounds(method, clients))
+
+
+def query_entropies(method, clients, server, split):
+    """Return the entropy of the target on a split with the codewords of each trained silo."""
+    entropies = []
+    for row in server.access[:3]:
+        access = server.access.clone()
+        access[-1] = row
+        broadcast = method.make_broadcast(clients, server)._replace(access=access, participants=("dan",))
+        (reply,) = clients.query(method, "evaluate", broadcast, (split,))
+        entropies.append(float(reply.answers[split]["entropy"] / reply.answers[split]["num_examples"]))
+    return entropies
 
 
 @pytest.mark.parametrize("target_access", ["shared", "all", "least_uncertain"])
@@ -30,18 +47,36 @@ def test_metrics_of_a_target_are_those_of_the_chosen_access(target_access):
     assert not any("target_metrics" in records[-1]["silos"][name] for name in ("ada", "bob", "cyd"))
 
 
-def test_least_uncertain_access_is_the_row_of_a_trained_silo_with_the_least_entropy():
-    method, clients, server, records = run_with_target()
-    entropies = []
-    for row in server.access[:3]:
-        access = server.access.clone()
-        access[-1] = row
-        broadcast = method.make_broadcast(clients, server)._replace(access=access, participants=("dan",))
-        (reply,) = clients.query(method, "evaluate", broadcast, ("test",))
-        entropies.append(float(reply.answers["test"]["entropy"] / reply.answers["test"]["num_examples"]))
+def test_least_uncertain_access_is_chosen_by_validation_images_and_never_by_test_images():
+    target = make_target()
+    method, clients, server, records = run_with_target(target, target_access="least_uncertain")
+    by_validation, by_test = (query_entropies(method, clients, server, split) for split in ("validation", "test"))
+    chosen = min(range(3), key=by_validation.__getitem__)
     metrics = records[-1]["silos"]["dan"]["target_metrics"]["least_uncertain"]
-    assert metrics["entropy"] == pytest.approx(min(entropies))
-    assert len(set(entropies)) > 1
+    assert metrics["entropy"] == pytest.approx(by_test[chosen])
+    # Where validation images prefer another silo than test images do, validation images decide.
+    swapped = replace(target, validation=target.test, test=target.validation)
+    method, clients, server, records = run_with_target(swapped, target_access="least_uncertain")
+    by_validation, by_test = (query_entropies(method, clients, server, split) for split in ("validation", "test"))
+    other = min(range(3), key=by_validation.__getitem__)
+    metrics = records[-1]["silos"]["dan"]["target_metrics"]["least_uncertain"]
+    assert metrics["entropy"] == pytest.approx(by_test[other])
+    assert by_test[other] != min(by_test), "the data do not distinguish the two rules"
+
+
+def test_validation_images_of_a_target_count_in_no_decision():
+    _, _, _, records = run_with_target()
+    assert all("validation" not in record["silos"]["dan"] for record in records)
+    assert all("validation" in record["silos"]["ada"] for record in records)
+    assert not any(record["silos"]["dan"]["is_uncertain"] for record in records)
+
+
+def test_least_uncertain_access_without_validation_images_is_an_input_error():
+    no_examples = make_target().train
+    with pytest.raises(InputError, match="target_access=least_uncertain needs validation images at dan"):
+        run_with_target(make_target(validation=no_examples), target_access="least_uncertain")
+    _, _, _, records = run_with_target(make_target(validation=no_examples))
+    assert set(records[-1]["silos"]["dan"]["target_metrics"]) == {"shared", "all"}
 
 
 def test_choices_are_not_evaluated_while_all_silos_use_the_same_codewords():

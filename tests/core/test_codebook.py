@@ -1,11 +1,22 @@
 """Nearest codeword, straight-through gradient, L_code and perplexity, compared with numbers computed by hand."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch.func import functional_call, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from uefl.core.codebook import Codebook, bypass_quantization, count_codewords, perplexity, to_tokens
+from uefl.core.codebook import (
+    Codebook,
+    bypass_quantization,
+    count_codewords,
+    perplexity,
+    sum_by_codeword,
+    to_tokens,
+)
 from uefl.core.errors import InputError
 
 TWO_CODEWORDS = [[0.0, 0.0], [1.0, 1.0]]
@@ -110,6 +121,44 @@ def test_backward_pass_stores_no_tensor_of_tokens_times_codewords():
     loss.backward()
     assert stored_sizes
     assert max(stored_sizes) <= max(z.numel(), codebook.codewords.numel())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Within this context, record the number of values of the largest tensor that any operation makes."""
+
+    num_values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.uefl.sum_by_codeword.default:
+            with self:  # look inside
+                return sum_by_codeword._init_fn(*args)
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor):
+                self.num_values = max(self.num_values, tensor.numel())
+        return outputs
+
+
+def compute_code_loss(codebook, codewords, z):
+    quantized = functional_call(codebook, {"codewords": codewords}, z)
+    return quantized.z.square().sum() + quantized.commitment_loss + quantized.codebook_loss
+
+
+@pytest.mark.parametrize(("num_silos", "is_compiling"), [(1, False), (3, False), (1, True)])
+def test_backward_pass_makes_no_tensor_of_tokens_times_codewords(num_silos, is_compiling, monkeypatch):
+    """All devices take this path; compiled code, which is never stacked, has a lookup of its own."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
+    codebook = Codebook(8, 2, 512).double()
+    codewords = torch.randn(num_silos, 512, 4, dtype=torch.float64, requires_grad=True)
+    z = torch.randn(num_silos, 16, 16, 8, dtype=torch.float64, requires_grad=True)  # 512 segments per silo
+    compute = partial(compute_code_loss, codebook)
+    losses = vmap(compute)(codewords, z) if num_silos > 1 else compute(codewords[0], z[0])
+    with LargestTensor() as largest:
+        gradients = torch.autograd.grad(losses.sum(), (codewords, z))
+    assert 0 < largest.num_values <= max(z.numel(), codewords.numel()) < num_silos * 512 * 512
+    for silo in range(num_silos):
+        expected = torch.autograd.grad(compute(codewords[silo], z[silo]), (codewords, z))
+        assert all(torch.allclose(g[silo], e[silo]) for g, e in zip(gradients, expected))
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 2, 5), (3, 10, 6), (3, 6)])

@@ -21,6 +21,9 @@ FROZEN = {
     "SAMPLING_PASS": "pass",
     "NOISE_IMAGE_MEANS": "means",
     "NOISE_IMAGE_DEVIATIONS": "noise",
+    "RESIZED_CROP": "resized crop",
+    "COLOR_JITTER": "color jitter",
+    "GRAY_IMAGES": "gray images",
     "IMAGE_SHIFT": "shift",
     "SHUFFLED_IMAGES": "cut",
     "PARTITION": "cut",
@@ -29,6 +32,9 @@ FROZEN = {
     "CENTRAL_SILO": "pooled",
     "VIRTUAL_IMAGES": "virtual",
     "PSEUDO_IMAGES": "pseudo",
+    "PUBLIC_IMAGES": "public",
+    "PUBLIC_ORDER": "public order",
+    "PUBLIC_STEP": "public step",
 }
 
 

@@ -19,7 +19,9 @@ def test_target_domain_only_tests_and_other_domains_only_train() -> None:
     for config in (ROTATED, NATURAL_DOMAINS, get_default_config("mnist5k", "leave-one-domain-out-paired")):
         target, *others = config.make_partitions(make_synthetic_images(12000, test_fraction=0.1), 0)
         assert target.silo.name.endswith("-held-out")
-        assert len(target.train) == len(target.validation) == 0 < len(target.test)
+        assert len(target.train) == 0 < len(target.test)
+        assert len(target.validation) == round(0.1 * (len(target.validation) + len(target.test)))  # to choose codewords
+        assert not set(target.validation.tolist()) & set(target.test.tolist())
         for p in others:
             assert len(p.test) == 0
             assert p.silo.domain != target.silo.domain
@@ -47,10 +49,12 @@ def test_rotated_mnist_divides_all_images_among_six_domains() -> None:
 def test_paired_domains_have_the_same_hundred_images_per_class() -> None:
     images = make_synthetic_images(20000, test_fraction=0.2)
     target, *others = get_default_config("mnist5k", "leave-one-domain-out-paired").make_partitions(images, 0)
-    assert images.y[target.test].bincount().tolist() == [100] * 10
-    assert not images.is_test[target.test].any()
+    shown = torch.cat([target.validation, target.test])
+    assert images.y[shown].bincount().tolist() == [100] * 10
+    assert len(images.y[target.validation].unique()) == 10  # drawn, not the first classes
+    assert not images.is_test[shown].any()
     for p in others:
-        assert torch.cat([p.train, p.validation]).sort().values.equal(target.test.sort().values)
+        assert torch.cat([p.train, p.validation]).sort().values.equal(shown.sort().values)
 
 
 def test_fifty_silos_are_ten_per_training_domain() -> None:
@@ -92,7 +96,7 @@ def test_a_folder_with_silos_leaves_one_of_them_out(tmp_path) -> None:
     assert config.list_targets() == list(sites)
     silos, _ = replace(config, target="site-c").load(0)
     assert [(s.name, len(s.train.y), len(s.validation.y), len(s.test.y)) for s in silos] == [
-        ("site-c-held-out", 0, 0, 20),
+        ("site-c-held-out", 0, 2, 18),
         ("site-a-1", 18, 2, 0),
         ("site-b-1", 18, 2, 0),
     ]

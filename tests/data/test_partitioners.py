@@ -92,8 +92,8 @@ GOLDEN = {  # two seeds each; a change here changes all results
     "dirichlet-fedbr": "c105f7614f54e262-1ddf0b15f46cf4f3",
     "dirichlet-fedcr": "78a2ebc04f914d0a-f61fd182d9475632",
     "pathological": "4d87e0e4931f1f20-410a64fdae15d906",
-    "leave-one-domain-out": "2c6c15dbcbb08de2-27948374a3922409",
-    "leave-one-domain-out-paired": "19a5f632ca603393-b55cda724f21ec0e",
+    "leave-one-domain-out": "f1ed33e80ef1bbd5-1b3ad60131f60c4f",
+    "leave-one-domain-out-paired": "08535edf9ae8afe5-b44f2cfbe05ec14c",
     "natural": "87c72c808ee57bc5-e257191d0690eaa6",
 }
 

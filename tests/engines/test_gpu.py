@@ -75,8 +75,9 @@ def make_clients(
 ) -> SerialEngine:
     x = normal(derive_key("x"), (240, 1, 8, 8))
     y = (x.mean((1, 2, 3)) > 0).long()
+    public = normal(derive_key("public"), (40, 1, 8, 8))
     silos = [
-        Silo.from_tensors(f"s{i}", x[start:end].roll(i, 3) * (1 + i), y[start:end])
+        Silo.from_tensors(f"s{i}", x[start:end].roll(i, 3) * (1 + i), y[start:end], public=public)
         for i, (start, end) in enumerate(pairwise(bounds))
     ]
     with torch.random.fork_rng(devices=[]):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import LOCAL, SHORT_RUN, make_clients, make_short_method, make_striped_silo, run_rounds
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from uefl.algorithms import METHODS
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
@@ -98,22 +99,26 @@ def test_compiled_code_agrees_and_eager_code_replaces_what_does_not_compile(setu
     assert len(buffers) == (2 if "codebook" in setup else 1)
 
 
-@pytest.mark.parametrize(
-    "engine", [SerialEngine, StackedEngine, partial(StackedEngine, max_stack_size=1, use_compiler=True)], ids=str
-)
-def test_codeword_gradients_by_matrix_product_equal_those_of_a_lookup(engine, monkeypatch):
-    """CUDA uses the product; it is correct on any device."""
+def test_codeword_gradients_of_compiled_code_equal_those_of_eager_code(monkeypatch):
     serial, _ = run_rounds(UEFL_METHOD, make_engine(UEFL_METHOD, dtype=torch.float64))
     torch._dynamo.reset()
-    monkeypatch.setattr("uefl.engines.stacked.compiler.COMPILE_BACKEND", "aot_eager")
-    monkeypatch.setattr("uefl.core.codebook.has_matmul_backward", lambda _: True)
-    clients = make_engine(UEFL_METHOD, dtype=torch.float64, engine=engine)
+    backward_operations: list[str] = []
+
+    def keep_backward_graph(graph: Any, _inputs: Any) -> Any:
+        backward_operations.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    backend = aot_autograd(fw_compiler=lambda graph, _inputs: graph, bw_compiler=keep_backward_graph)
+    monkeypatch.setattr("uefl.engines.stacked.compiler.COMPILE_BACKEND", backend)
+    compiled_engine = partial(StackedEngine, max_stack_size=1, use_compiler=True)
+    clients = make_engine(UEFL_METHOD, dtype=torch.float64, engine=compiled_engine)
     server, _ = run_rounds(UEFL_METHOD, clients)
     assert_close(server.model_state, serial.model_state)
-    assert not any(buffers.uncompilable_losses for buffers in getattr(clients, "_buffers", {}).values())
+    assert "uefl.sum_by_codeword.default" in backward_operations
+    assert not any(buffers.uncompilable_losses for buffers in clients._buffers.values())
 
 
-@pytest.mark.parametrize("name", ["uefl", "scaffold", "fedcr", "fedsr"])
+@pytest.mark.parametrize("name", ["uefl", "scaffold", "fedcr", "fedsr", "pmfl", "fccl"])
 def test_client_states_are_the_same_on_both_engines(name):
     method = make_short_method(METHODS[name])
     stacked, serial = (make_engine(method, dtype=torch.float64, engine=e) for e in (StackedEngine, SerialEngine))

@@ -11,16 +11,17 @@ from rich.console import Console
 
 from uefl.core.metrics import METRICS
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, print_results, select_better_fedavg
-from uefl.experiment.parsing import parse_seeds
+from uefl.experiment.experiment import RESULTS_VERSION
+from uefl.experiment.parsing import parse_experiments, parse_seeds
 from uefl.experiment.progress import ProgressDisplay
 from uefl.experiment.report import describe_decision, make_comparison_table, print_runs
-from uefl.experiment.run_folder import RunFolder
+from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.seeds import format_mean_stderr, format_seed_table
 
 LEGEND = "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is better)"
 
 
-def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=False, rounds=5):
+def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=False, rounds=5, method="fedavg"):
     """Write the files of a finished run that tables read."""
     metrics = {"accuracy": accuracy, "entropy": 0.25, "perplexity": 3.4}
     silos = {name: {"domain": "x", **metrics, "num_codewords": num_codewords} for name in ("ada", "bob")}
@@ -28,7 +29,9 @@ def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=Fal
     extensions = [{"round": 3, "uncertain_silos": ["ada"], "new_codewords": {"ada": 8}}] if num_codewords else []
     path.mkdir()
     folder = RunFolder(path)
-    folder.write_header({"results_version": 2, "class_names": ["a", "b", "c", "d"], "chance_accuracy": 0.3})
+    (experiment,) = parse_experiments([method], [], "default").values()
+    header = {RESULTS_VERSION_KEY: RESULTS_VERSION, "experiment": experiment.to_config()}
+    folder.write_header({**header, "class_names": ["a", "b", "c", "d"], "chance_accuracy": 0.3})
     folder.write_summary(
         {
             "mean of last 5": {"round": [*range(rounds)], **means, "silos": silos},
@@ -42,7 +45,7 @@ def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=Fal
 
 
 def capture(show):
-    console = Console(width=200, highlight=False, force_terminal=False)
+    console = Console(width=300, highlight=False, force_terminal=False)
     with console.capture() as output:
         show(console)
     return output.get()
@@ -60,6 +63,19 @@ def test_a_table_shows_codewords_only_for_methods_with_a_codebook(tmp_path):
     assert "│ ada " in text
     assert "mA, mE, mP; most codewords" in text
     assert "0.500 │   0.250 │ 0.500 │   0.250 │      3 │        16" in text
+
+
+def test_methods_that_train_with_another_optimizer_are_named(tmp_path):
+    runs = {
+        name: write_run(tmp_path / name, num_codewords=0, method=name) for name in ("fedavg", "fedprox", "scaffold")
+    }
+    sentence = (
+        "Local training differs between methods (fedavg: optimizer=adam, lr=0.002; fedprox: optimizer=adam, lr=0.002; "
+        "scaffold: optimizer=sgd, lr=0.02). Set local.optimizer= local.lr= to train all in the same way."
+    )
+    assert sentence in capture(lambda console: print_runs(runs, console))
+    del runs["scaffold"]
+    assert "Local training differs" not in capture(lambda console: print_runs(runs, console))
 
 
 def test_the_labels_are_explained_under_the_table(tmp_path):

@@ -37,7 +37,13 @@ def make_experiment(method_name: str = "uefl", **fields: Any) -> Experiment:
         defaults["codebook"] = replace(codebook, num_codewords=8, warmup_rounds=1, gamma=0.0, min_standard_errors=0.0)
     return Experiment(
         method=method_class(**{**defaults, **fields}),
-        data=DataConfig(train_per_silo=24, test_per_silo=12, num_silos=(1, 1, 1), image_size=14),
+        data=DataConfig(
+            train_per_silo=24,
+            test_per_silo=12,
+            num_silos=(1, 1, 1),
+            image_size=14,
+            public_images=30 if method_class.needs_public_images else 0,
+        ),
         model=ModelConfig(width=4, hidden_size=16),
         precision="float64",
     )

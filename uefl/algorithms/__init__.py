@@ -26,6 +26,8 @@ METHODS: Registry[type[FedAvg]] = Registry(
         "vhl": Entry("uefl.algorithms.vhl:VHL", "FedAvg with virtual classes of noise images"),
         "fedbr": Entry("uefl.algorithms.fedbr:FedBR", "FedAvg with pseudo-images against local bias"),
         "distrans": Entry("uefl.algorithms.distrans:DisTrans", "FedAvg with an input offset per silo, double view"),
+        "pmfl": Entry("uefl.algorithms.pmfl:PMFL", "Half of every tensor is meta-learned, half stays at the silo"),
+        "fccl": Entry("uefl.algorithms.fccl:FCCL", "Silos align their logits on public images; no weight is sent"),
         "local-only": Entry("uefl.algorithms.references:LocalOnly", "Each silo trains alone; the lower reference"),
         "centralized": Entry("uefl.algorithms.references:Centralized", "All data in one place; the upper reference"),
     },

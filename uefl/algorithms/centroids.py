@@ -29,7 +29,7 @@ def compute_centroids(model: ClientModel, batch: Batch, *, batch_size: int) -> T
     features = torch.cat([model.call("encode_segments", block) for block in blocks], 1)  # [M, N, D]
     num_codewords = int(model.extras["num_codewords"])
     clusters = [
-        kmeans(points, num_codewords, noise_key=derive_key(addresses.SILO_CENTROIDS, i))
+        kmeans(points, num_codewords, noise_key=derive_key(batch.noise_key, i, addresses.SILO_CENTROIDS))
         for i, points in enumerate(features)
     ]
     v = min(len(c.centroids) for c in clusters)

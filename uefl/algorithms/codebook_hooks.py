@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState
+from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo
 
 if TYPE_CHECKING:
     from uefl.algorithms.fedavg import FedAvg
@@ -26,6 +26,10 @@ class CodebookHooks:
     def check_rounds(self, method: FedAvg) -> None:
         """Raise an `InputError` if the codebook does not fit the method's rounds."""
         del method
+
+    def check_silos(self, silos: Sequence[Silo]) -> None:
+        """Raise an `InputError` if the codebook needs data that a silo does not have."""
+        del silos
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
         """Put a codebook into the network."""

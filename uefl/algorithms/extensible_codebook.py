@@ -28,7 +28,7 @@ from uefl.algorithms.round_record import record_decision, record_kmeans_time, re
 from uefl.algorithms.target_access import TargetAccess, evaluate_targets
 from uefl.core import noise_addresses as addresses
 from uefl.core.errors import InputError
-from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, is_codeword_tensor
+from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo, is_codeword_tensor
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.metrics import Metrics, compute_metrics
 from uefl.core.noise import derive_key, normal
@@ -79,7 +79,11 @@ class ExtensibleCodebook(CodebookHooks):
     retention: Literal["all", "newest"] = setting(
         "all", "Codewords a silo may use after a further extension: all, or the initial and the newest (D10)."
     )
-    target_access: TargetAccess = setting("shared", "Codewords that a silo without training data may use (D15).")
+    target_access: TargetAccess = setting(
+        "shared",
+        "Codewords that a silo without training data may use: shared ones, all, or those of the silo with which its "
+        "validation images are least uncertain (D15).",
+    )
     initial_codebook: Literal["shared", "per_domain"] = setting(
         "shared", "Initial codebook: one for all silos, or one per true domain (an oracle)."
     )
@@ -90,6 +94,14 @@ class ExtensibleCodebook(CodebookHooks):
     def check_rounds(self, method: FedAvg) -> None:
         if self.codebook_init == "kmeans" and self.warmup_rounds >= method.rounds:
             raise InputError(f"warmup_rounds={self.warmup_rounds} must be less than rounds={method.rounds}")
+
+    def check_silos(self, silos: Sequence[Silo]) -> None:
+        for silo in silos if self.target_access == "least_uncertain" else ():
+            if not len(silo.train.y) and not len(silo.validation.y):
+                raise InputError(
+                    f"target_access=least_uncertain needs validation images at {silo.name}, which has neither training "
+                    "nor validation images; set validation_fraction above 0, or target_access=shared or all"
+                )
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
         built: nn.Module = net.add_codebook(self.segments, self.num_codewords, self.reduction)  # type: ignore[operator]

@@ -30,6 +30,7 @@ from uefl.core.federation import (
     ClientTask,
     Evaluations,
     Examples,
+    Phase,
     Reply,
     ServerState,
     Silo,
@@ -74,7 +75,10 @@ class FedAvg:
     )
 
     codebook_unsupported_reason: ClassVar[str] = ""  # why a method cannot have a codebook
+    needs_public_images: ClassVar[bool] = False  # a recipe then has public images
     network_unsupported_reason: ClassVar[str] = ""  # why a method cannot run where data stay at their silos
+    # Whether silos without training data count in decisions by validation; not if their domain is to be unseen.
+    validates_untrained_silos: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -100,6 +104,7 @@ class FedAvg:
 
     def prepare_silos(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         """Return the silos that take part."""
+        self.codebook_hooks.check_silos(silos)
         return require_training_data(silos, "batch_norm=local", "batch norm") if self.batch_norm == "local" else silos
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
@@ -207,13 +212,30 @@ class FedAvg:
         # In a round, evaluations travel with the reply and are not counted, so they are not counted here either.
         server = record_query_cost(server, [r._replace(sent_bytes=0) for r in replies], time.perf_counter() - started)
         evaluations = {r.silo_name: Evaluations(r.answers) for r in replies if not r.rejected}
-        return server, self.codebook_hooks.evaluate_targets(self, clients, server, evaluations)
+        evaluations = self.codebook_hooks.evaluate_targets(self, clients, server, evaluations)
+        return server, {name: self.drop_target_validation(clients, name, e) for name, e in evaluations.items()}
+
+    def drop_target_validation(self, clients: Clients, silo_name: str, evaluations: Evaluations) -> Evaluations:
+        """Return the evaluations of a silo; those of a target leave out validation, which uses labels (D15)."""
+        if clients.num_examples[silo_name] or self.validates_untrained_silos:
+            return evaluations
+        received = {split: sums for split, sums in evaluations.received.items() if split != "validation"}
+        return evaluations._replace(received=received)
 
     def complete_open_record(self, server: ServerState, evaluations: Mapping[str, Evaluations]) -> ServerState:
         """Complete the record of the last round with the evaluations of its model."""
         return complete_record(server, evaluations, self.codebook_hooks.code_loss_weight)
 
     # --- the client ---------------------------------------------------------------------------------------------
+
+    def initialize_client(self, initial: Tensors, received: Tensors, client_state: Tensors) -> Tensors:
+        """Return the tensors that a silo starts with instead of the received ones."""
+        del initial, received, client_state
+        return {}
+
+    def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
+        """Return the phases of the local training."""
+        return [Phase(self.make_updates(broadcast), self.local.epochs)]
 
     def make_updates(self, broadcast: Broadcast) -> Sequence[Update]:
         """Return the updates of one training step."""
@@ -240,6 +262,10 @@ class FedAvg:
         """Return extras to send and client state to store."""
         del model, examples, num_steps, lr
         return {}, {}
+
+    def pack_reply(self, tensors: Tensors, extras: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the tensors and extras that leave the silo."""
+        return tensors, extras
 
     def client_state_names(self, net: nn.Module) -> Collection[str]:
         """Return names of the network's tensors that stay at the silo."""

@@ -29,6 +29,7 @@ from uefl.core.federation import (
 )
 from uefl.core.field_rules import setting
 from uefl.core.noise import RandomChoice, derive_key, evaluation_mode, permutation
+from uefl.models.frozen_batch_norm import paused_statistics
 
 PSEUDO = addresses.PSEUDO_IMAGES  # also the name of the tensor in extras
 PROJECTION_PREFIX = "projection."
@@ -131,7 +132,8 @@ class FedBR(FedAvg):
 
     def maximization_loss(self, model: ClientModel, batch: Batch) -> Tensor:
         """Return the loss of the maximization step, which trains the projection alone."""
-        with torch.no_grad():
+        # The minimization step runs the same images again: only there do they count in the statistics of batch norm.
+        with torch.no_grad(), paused_statistics(model.net):
             outputs = self.compute_outputs(model, batch)
         return -self.gamma_max * self.contrastive_loss(model, outputs)
 

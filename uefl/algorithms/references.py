@@ -34,6 +34,7 @@ class Centralized(FedAvg):
     """Train on all data in one place, which a federation cannot do: an upper bound."""
 
     network_unsupported_reason: ClassVar[str] = "it needs all data in one place"
+    validates_untrained_silos: ClassVar[bool] = True  # the central silo trains on their images
 
     def prepare_silos(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         without_training = [replace(s, train=Examples(s.train.x[:0], s.train.y[:0])) for s in silos]

@@ -1,7 +1,8 @@
 """Which codewords a silo without training data may use: it has none of its own (D15).
 
 Three choices are evaluated at such a silo, and the setting `target_access` decides which of them counts: the codewords
-that all silos share, all codewords, or those of the silo with whose codewords the target is least uncertain.
+that all silos share, all codewords, or those of the silo with whose codewords the target is least uncertain. The last
+choice uses the target's validation images without their labels; its test images decide nothing (D3).
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ def evaluate_targets(
     access_rows = torch.unique(server.access[[bool(n) for n in clients.num_examples.values()]], dim=0)
     candidates = [_evaluate_with_access(method, clients, server, targets, row) for row in access_rows]
     complete = [t for t in targets if all(_is_evaluated(e, t) for e in (choices["all"], *candidates))]
-    choices["least_uncertain"] = {t: min((e[t] for e in candidates), key=_test_entropy) for t in complete}
+    choices["least_uncertain"] = {
+        t: min((e[t] for e in candidates), key=_validation_entropy)
+        for t in complete
+        if all("validation" in e[t].received for e in candidates)
+    }
     return evaluations | {t: _merge_choices(choices, t, target_access) for t in complete}
 
 
@@ -52,10 +57,12 @@ def _evaluate_with_access(
     return {r.silo_name: Evaluations(r.answers) for r in replies if not r.rejected}
 
 
-def _test_entropy(evaluation: Evaluations) -> float:
-    return compute_metrics(evaluation.received["test"])["entropy"]
+def _validation_entropy(evaluation: Evaluations) -> float:
+    return compute_metrics(evaluation.received["validation"])["entropy"]
 
 
 def _merge_choices(choices: dict[str, SiloEvaluations], target: str, target_access: TargetAccess) -> Evaluations:
-    test_sums = {name: evaluations[target].received["test"] for name, evaluations in choices.items()}
-    return Evaluations(choices[target_access][target].received, target=test_sums)
+    """Return the chosen evaluation; without validation images, those with the shared codewords."""
+    test_sums = {name: e[target].received["test"] for name, e in choices.items() if target in e}
+    chosen = choices[target_access].get(target, choices["shared"][target])
+    return Evaluations(chosen.received, target=test_sums)

@@ -47,7 +47,8 @@ def compare(
 
     FedAvg runs with and without layer norm; the table shows the variant with
     the higher validation accuracy. If you set `feature_norm=`, FedAvg runs once
-    with that setting.
+    with that setting. A method that needs another optimizer is named below the
+    progress, with its settings: SCAFFOLD trains with SGD.
 
     \b
     Examples:

@@ -31,7 +31,11 @@ EngineOption = Annotated[
     ),
 ]
 PresetOption = Annotated[
-    str, typer.Option(help="default: the best configuration by validation; paper: the configuration of the paper.")
+    str,
+    typer.Option(
+        help="default: the best configuration by validation; paper: the row of the paper for this data set and "
+        "partitioner, see docs/presets.md."
+    ),
 ]
 SkipBadOption = Annotated[
     bool, typer.Option("--skip-bad", help="Skip invalid images, rows and silos, and report how many were skipped.")

@@ -24,6 +24,7 @@ class ClientModel:
         received_state: Tensors | None = None,
         client_state: Tensors | None = None,
         buffers: Tensors | None = None,
+        public_images: Tensor | None = None,
         is_bound: bool = True,
     ) -> None:
         self.net = net
@@ -32,6 +33,7 @@ class ClientModel:
         self.extras = extras or {}  # extras of the broadcast
         self.received_state = received_state or {}  # θ as it arrived this round
         self.client_state = client_state or {}  # tensors this silo stores between rounds, beside the network's
+        self.public_images = public_images  # [P, ...] that every silo can read, if there are any
         self._is_bound = is_bound  # `params` are the network's own tensors
 
     def call(self, method_name: str, *args: Any) -> Any:
@@ -44,6 +46,11 @@ class ClientModel:
     def __call__(self, x: Tensor) -> Any:
         return self.call("forward", x)
 
+    def state_dict(self) -> Tensors:
+        """Return the network's tensors with the values of this client."""
+        own = {**self.buffers, **self.params}
+        return {name: own.get(name, tensor).detach() for name, tensor in self.net.state_dict().items()}
+
     def with_params(self, params: Mapping[str, Tensor]) -> ClientModel:
         """Return the same network with some tensors replaced."""
         return ClientModel(
@@ -53,6 +60,7 @@ class ClientModel:
             received_state=self.received_state,
             client_state=self.client_state,
             buffers=self.buffers,
+            public_images=self.public_images,
             is_bound=False,
         )
 

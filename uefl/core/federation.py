@@ -39,6 +39,7 @@ class Silo:
     validation: Examples
     test: Examples
     domain: str = ""
+    public: Tensor | None = None  # [P, ...] images that every silo can read, without labels; the same for all silos
 
     @classmethod
     def from_tensors(
@@ -51,6 +52,7 @@ class Silo:
         test_fraction: float = 0.2,
         validation_fraction: float = 0.1,
         seed: int = 0,
+        public: Tensor | None = None,
     ) -> Silo:
         """Split tensors into test examples and, of the rest, validation and training examples, drawn by the seed."""
         order = permutation(derive_key(seed, name, addresses.SILO_SPLIT), len(y)).to(y.device)
@@ -58,7 +60,7 @@ class Silo:
         num_held_out = num_test + round((len(y) - num_test) * validation_fraction)
         indices = (order[num_held_out:], order[num_test:num_held_out], order[:num_test])
         train, validation, test = (Examples(x[i], y[i]) for i in indices)
-        return cls(name, train, validation, test, domain=domain)
+        return cls(name, train, validation, test, domain=domain, public=public)
 
     def examples(self, split: Split) -> Examples:
         """Return the examples of a split."""
@@ -73,6 +75,7 @@ class Batch(NamedTuple):
     y: Tensor
     step: int | Tensor = 0  # a tensor if stacked clients are at different steps
     epoch: int = 0  # of the local training; always 0 for an update without `per_epoch`
+    noise_key: int = 0  # of a task that needs a full split: its draws, addressed by seed, silo, round, task and split
 
 
 class Broadcast(NamedTuple):
@@ -150,6 +153,23 @@ class Update(NamedTuple):
     per_epoch: bool = False
 
 
+class Phase(NamedTuple):
+    """A part of the local training: passes over a silo's examples, and the updates of each step.
+
+    A phase on public images has the same batches at every silo. As these images have no labels, `y` of such a batch is
+    the position of each image among the public ones.
+    """
+
+    updates: Sequence[Update]
+    epochs: int
+    fraction: float = 1.0  # of the training examples, the first ones; at least one
+    is_public: bool = False  # on the public images instead of the training examples
+
+    def count_examples(self, num_examples: int) -> int:
+        """Return how many of a silo's examples this phase uses."""
+        return max(1, int(num_examples * self.fraction)) if num_examples else 0
+
+
 class Method(Protocol):
     """What an engine needs of an algorithm to run its clients."""
 
@@ -167,8 +187,14 @@ class Method(Protocol):
     def client_tasks(self) -> Mapping[str, ClientTask]:
         """The tasks that a server may query, by name."""
 
-    def make_updates(self, broadcast: Broadcast) -> Sequence[Update]:
-        """Return the updates of one training step, in order."""
+    def initialize_client(self, initial: Tensors, received: Tensors, client_state: Tensors) -> Tensors:
+        """Return tensors of the network that a silo starts with instead of the received ones.
+
+        `initial` are the network's tensors before the first round. Tensors that are not returned start as received.
+        """
+
+    def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
+        """Return the phases of the local training, in order."""
 
     def adjust_gradients(self, model: ClientModel, gradients: Tensors) -> Tensors:
         """Change gradients before the optimizer uses them."""
@@ -177,6 +203,9 @@ class Method(Protocol):
         self, model: ClientModel, examples: Examples, *, num_steps: int, lr: float
     ) -> tuple[Tensors, Tensors]:
         """Return extras to send and client state to store. Runs in evaluation mode, without gradients."""
+
+    def pack_reply(self, tensors: Tensors, extras: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the tensors and extras that leave the silo, given all trained tensors that are not client state."""
 
     def client_state_names(self, net: nn.Module) -> Collection[str]:
         """Return names of the network's tensors that stay at the silo and are never sent."""

@@ -16,6 +16,9 @@ SOURCES: Registry[Source] = Registry(
         "mnist5k": Entry(
             "uefl.data.readers.embedded:MNIST5K", "5000 MNIST digits that ship with a dependency; no download"
         ),
+        "digits": Entry(
+            "uefl.data.readers.embedded:DIGITS", "1797 digits, 8×8 gray, that ship with a dependency; no download"
+        ),
         "mnist": Entry("uefl.data.readers.idx:MNIST", "MNIST: 70 000 digits, 28×28 gray"),
         "fmnist": Entry("uefl.data.readers.idx:FMNIST", "Fashion-MNIST: 70 000 clothes, 28×28 gray"),
         "emnist-letters": Entry(

@@ -12,9 +12,10 @@ from uefl.core.federation import Examples, Silo
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.memory import check_memory
 from uefl.data import PARTITIONERS, SOURCES
-from uefl.data.images import Images, resize_images, select_first_classes, standardize_images
+from uefl.data.images import Images, resize_images, select_first_classes, select_rows, standardize_images
 from uefl.data.partitioners.leave_one_domain_out import get_named_domains
 from uefl.data.partitioners.partition import Partition
+from uefl.data.public_images import fit_images, mark_public_images
 from uefl.data.quality import warn_separated_copies, warn_single_class_silos
 from uefl.data.shifts import apply_shift, parse_shift
 from uefl.data.sources import read_images
@@ -93,9 +94,17 @@ class DataConfig:
         "What leave-one-domain-out holds out: one of shifts, a domain or silo of the source, or `all` in turn.",
     )
 
+    public_images: int = setting(
+        0, "Images without labels that every silo can read, for methods that need them (FCCL); 0: none.", at_least=0
+    )
+    public_data: str = setting(
+        "digits", "Data set of the public images; of the data set itself, no silo then gets these images."
+    )
+
     def __post_init__(self) -> None:
         check_ranges(self)
         SOURCES.check_name(self.name)
+        SOURCES.check_name(self.public_data)
         PARTITIONERS.check_name(self.partitioner)
         if self.test_label_distribution not in TEST_LABEL_DISTRIBUTIONS:
             raise unknown_value_error("test_label_distribution", self.test_label_distribution, TEST_LABEL_DISTRIBUTIONS)
@@ -170,12 +179,13 @@ class DataConfig:
         return select_first_classes(images, self.num_classes)
 
     def make_silos(self, images: Images, seed: int) -> list[Silo]:
-        """Divide these images among silos."""
+        """Divide these images among silos; all of them can read the same public images."""
         return self._load_silos(self.make_partitions(images, seed), images, seed)
 
     def _load_silos(self, partitions: list[Partition], images: Images, seed: int) -> list[Silo]:
         self._check_memory(partitions, images)
-        return [self._load_silo(partition, images, seed) for partition in partitions]
+        public = self.load_public_images(images, seed)
+        return [self._load_silo(partition, images, seed, public) for partition in partitions]
 
     def _check_memory(self, partitions: list[Partition], images: Images) -> None:
         num_images = sum(len(indices) for p in partitions for indices in (p.train, p.validation, p.test))
@@ -186,13 +196,35 @@ class DataConfig:
         check_memory(num_bytes, f"{num_images} images of {height}×{width} pixels", "set a smaller image_size")
 
     def make_partitions(self, images: Images, seed: int) -> list[Partition]:
-        """Return the indices of every silo's images without reading pixels."""
-        return PARTITIONERS[self.partitioner].partition(self, images, seed)
+        """Return the indices of every silo's images without reading pixels; no silo gets a public image."""
+        is_public = mark_public_images(images, self.num_held_out, seed)
+        partitions = PARTITIONERS[self.partitioner].partition(self, select_rows(images, ~is_public), seed)
+        if not self.num_held_out:
+            return partitions
+        indices = (~is_public).nonzero()[:, 0]  # by the index among the remaining images
+        return [Partition(silo, *(indices[split] for split in splits)) for silo, *splits in partitions]
 
-    def _load_silo(self, partition: Partition, images: Images, seed: int) -> Silo:
+    @property
+    def num_held_out(self) -> int:
+        """Number of images of the data set itself that are public."""
+        return self.public_images if self.public_data == self.name else 0
+
+    def load_public_images(self, images: Images, seed: int) -> Tensor | None:
+        """Return the public images in the shape of a silo's, or None if there are none."""
+        if not self.public_images:
+            return None
+        shape = (*images.x.shape[1:2], *((self.image_size,) * 2 if self.image_size else images.x.shape[2:]))
+        source = images
+        if not self.num_held_out:
+            image_size = shape[1] if SOURCES[self.public_data].resize_when_reading else None
+            source = read_images(self.public_data, image_size=image_size)
+        is_public = mark_public_images(source, self.public_images, seed)
+        return fit_images(standardize_images(source.x[is_public], source), shape)
+
+    def _load_silo(self, partition: Partition, images: Images, seed: int, public: Tensor | None) -> Silo:
         def load_split(indices: Tensor) -> Examples:
             x = apply_shift(images.x[indices], partition.silo.shift, seed, indices)
             return Examples(standardize_images(resize_images(x, self.image_size), images), images.y[indices])
 
         train, validation, test = map(load_split, (partition.train, partition.validation, partition.test))
-        return Silo(partition.silo.name, train, validation, test, domain=partition.silo.domain)
+        return Silo(partition.silo.name, train, validation, test, domain=partition.silo.domain, public=public)

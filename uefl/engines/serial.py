@@ -21,6 +21,7 @@ from uefl.core.federation import (
     Examples,
     MatmulPrecision,
     Method,
+    Phase,
     Reply,
     Silo,
     Split,
@@ -71,6 +72,7 @@ class SerialEngine:
             choose_kernels(tf32=matmul_precision != "full")
         sorted_silos = sorted(silos, key=lambda silo: silo.name)  # results do not depend on the given order
         self.silos = {silo.name: self._move_to_device(silo) for silo in sorted_silos}
+        self.public = self._move_examples(collect_public_examples(sorted_silos))
         self.net = copy_to_device(net, self.device, dtype)
         self.initial_tensors = {name: t.clone() for name, t in self.net.state_dict().items()}
         self.client_states: dict[str, Tensors] = {}  # by silo; part of the checkpoint
@@ -106,6 +108,7 @@ class SerialEngine:
                 )
             local = self._evaluate(method, model, name, broadcast.round, local_splits)
             tensors = self._store_client_state(method, model, client_state, name)
+            tensors, extras = method.pack_reply(tensors, extras)
             yield Reply(
                 silo_name=name,
                 num_examples=len(self.silos[name].train.y),
@@ -133,10 +136,11 @@ class SerialEngine:
             )
 
     def _move_to_device(self, silo: Silo) -> Silo:
-        def move(examples: Examples) -> Examples:
-            return Examples(to_channels_last(examples.x.to(self.device, self.dtype)), examples.y.to(self.device))
-
+        move = self._move_examples
         return Silo(silo.name, move(silo.train), move(silo.validation), move(silo.test), silo.domain)
+
+    def _move_examples(self, examples: Examples) -> Examples:
+        return Examples(to_channels_last(examples.x.to(self.device, self.dtype)), examples.y.to(self.device))
 
     def _receive_broadcast(self, method: Method, broadcast: Broadcast, name: str) -> ClientModel:
         """Copy what this silo receives and its client state into the network; the broadcast itself never changes."""
@@ -146,14 +150,18 @@ class SerialEngine:
         client_state = drop_stale_optimizer_state(client_state, access_row)
         initial_tensors = self._get_initial_tensors(name)
         local_tensors = {n: client_state.get(n, initial_tensors[n]) for n in method.client_state_names(self.net)}
-        copy_into_network(self.net, {**model_state, **local_tensors})
+        initialized = method.initialize_client(initial_tensors, model_state, client_state)
+        copy_into_network(self.net, {**model_state, **initialized, **local_tensors})
         network_tensors = self.net.state_dict()
+        received = {n: t if n in initialized else network_tensors[n] for n, t in model_state.items()}
         return ClientModel(
             self.net,
             {n: p for n, p in self.net.named_parameters() if p.requires_grad},
             extras={n: to_channels_last(t.to(self.device)) for n, t in broadcast.extras.items()},
-            received_state={n: network_tensors[n].clone() for n in model_state},  # in the network's memory layout
+            # In the network's memory layout, unless the silo starts with other values.
+            received_state={n: t.to(network_tensors[n], copy=True) for n, t in received.items()},
             client_state={n: t for n, t in client_state.items() if n not in local_tensors},
+            public_images=self.public.x,
         )
 
     def _get_initial_tensors(self, name: str) -> Tensors:
@@ -173,33 +181,53 @@ class SerialEngine:
 
     def _train_silo(self, method: Method, model: ClientModel, broadcast: Broadcast, name: str) -> int:
         """Train locally and return the number of steps."""
-        local, examples = method.local, self.silos[name].train
+        local, phases = method.local, method.make_phases(broadcast)
         self.net.train()
-        optimizers = []
-        for update in method.make_updates(broadcast):
-            params = {n: p for n, p in model.params.items() if update.is_trainable(n)}
-            lr_multipliers = {n: update.lr_multiplier(n) for n in params}
-            optimizers.append((update, NamedOptimizer(local, params, broadcast.lr, lr_multipliers)))
+        optimizers = [make_optimizers(method, model, phase, broadcast.lr) for phase in phases]
+        all_optimizers = [optimizer for of_phase in optimizers for optimizer in of_phase]
         if not local.reset_optimizer:
-            unpack_optimizer_state(model, [optimizer for _, optimizer in optimizers])
-        step = 0
-        for epoch in range(local.epochs):
-            noise_key = self._derive_key(name, broadcast.round, epoch, addresses.BATCH_ORDER)
-            order = permutation(noise_key, len(examples.y), self.device)
-            for batch_slice in iterate_batch_slices(len(examples.y), local.batch_size):
+            unpack_optimizer_state(model, all_optimizers)
+        num_steps = sum(
+            self._run_phase(method, model, broadcast, name, phase, of_phase)
+            for phase, of_phase in zip(phases, optimizers)
+        )
+        if not local.reset_optimizer:
+            model.client_state |= pack_optimizer_state(all_optimizers)
+            access_row = broadcast.access[broadcast.silo_names.index(name)]
+            model.client_state[OPTIMIZER_CODEWORDS] = codeword_indices(access_row)
+        return num_steps
+
+    def _run_phase(
+        self,
+        method: Method,
+        model: ClientModel,
+        broadcast: Broadcast,
+        name: str,
+        phase: Phase,
+        optimizers: Sequence[NamedOptimizer],
+    ) -> int:
+        """Run one phase of the local training and return its number of steps on training examples."""
+        examples, step = self.public if phase.is_public else self.silos[name].train, 0
+        purpose = addresses.PUBLIC_STEP if phase.is_public else addresses.TRAINING_STEP
+        num_examples = phase.count_examples(len(examples.y))
+        for epoch in range(phase.epochs):
+            order = permutation(self._derive_order_key(phase, name, broadcast.round, epoch), num_examples, self.device)
+            for batch_slice in iterate_batch_slices(num_examples, method.local.batch_size):
                 indices = order[batch_slice]
                 x, y = examples.x[indices], examples.y[indices]
-                self._seed_noise(self._derive_key(name, broadcast.round, step, addresses.TRAINING_STEP))
-                for update, optimizer in optimizers:
+                self._seed_noise(self._derive_key(name, broadcast.round, step, purpose))
+                for update, optimizer in zip(phase.updates, optimizers):
                     with self._autocast():
                         loss = update.loss(model, Batch(x, y, step, epoch if update.per_epoch else 0))
                     apply_update(method, model, loss, optimizer)
                 step += 1
-        if not local.reset_optimizer:
-            model.client_state |= pack_optimizer_state([optimizer for _, optimizer in optimizers])
-            access_row = broadcast.access[broadcast.silo_names.index(name)]
-            model.client_state[OPTIMIZER_CODEWORDS] = codeword_indices(access_row)
-        return step
+        return 0 if phase.is_public else step
+
+    def _derive_order_key(self, phase: Phase, name: str, round_number: int, epoch: int) -> int:
+        """Return the key of the order of examples in one epoch; that of public images is the same at every silo."""
+        if phase.is_public:
+            return derive_key(self.seed, round_number, epoch, addresses.PUBLIC_ORDER)
+        return self._derive_key(name, round_number, epoch, addresses.BATCH_ORDER)
 
     def _evaluate(
         self, method: Method, model: ClientModel, name: str, round_number: int, splits: Sequence[Split]
@@ -228,9 +256,11 @@ class SerialEngine:
             batch_size = len(examples.y) if client_task.needs_full_split else method.local.eval_batch_size
             answer: Tensors = {}
             for i, batch_slice in enumerate(iterate_batch_slices(len(examples.y), max(batch_size, 1))):
-                self._seed_noise(self._derive_key(name, round_number, i, addresses.TASKS.get(task, task), split))
+                noise_key = self._derive_key(name, round_number, i, addresses.TASKS.get(task, task), split)
+                self._seed_noise(noise_key)
+                batch = Batch(examples.x[batch_slice], examples.y[batch_slice], i, noise_key=noise_key)
                 with torch.no_grad(), self._autocast():
-                    sums = client_task.compute(model, Batch(examples.x[batch_slice], examples.y[batch_slice], i))
+                    sums = client_task.compute(model, batch)
                 answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
             if answer:
                 answers[split] = answer
@@ -265,6 +295,18 @@ def copy_to_device(net: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     """Copy a network, with channels last: convolutions are 1.4 to 1.8 times faster on CPU, tensor cores need it."""
     copied: nn.Module = copy.deepcopy(net).to(device, dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return copied
+
+
+def collect_public_examples(silos: Sequence[Silo]) -> Examples:
+    """Return the public images, none if silos have none, with their positions as labels; all silos have the same."""
+    first = silos[0]
+    public = first.test.x[:0] if first.public is None else first.public
+    for silo in silos[1:]:
+        if silo.public is not first.public and not (
+            silo.public is not None and first.public is not None and torch.equal(silo.public, first.public)
+        ):
+            raise InputError(f"silos {first.name} and {silo.name} have different public images; they must be the same")
+    return Examples(public, torch.arange(len(public)))
 
 
 def choose_kernels(*, tf32: bool, deterministic: bool = True) -> None:
@@ -305,6 +347,16 @@ def copy_into_network(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 )
             else:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the network needs {tuple(target.shape)}")
+
+
+def make_optimizers(method: Method, model: ClientModel, phase: Phase, lr: float) -> list[NamedOptimizer]:
+    """Return one optimizer per update of a phase."""
+    optimizers = []
+    for update in phase.updates:
+        params = {n: p for n, p in model.params.items() if update.is_trainable(n)}
+        lr_multipliers = {n: update.lr_multiplier(n) for n in params}
+        optimizers.append(NamedOptimizer(method.local, params, lr, lr_multipliers))
+    return optimizers
 
 
 def apply_update(method: Method, model: ClientModel, loss: Tensor, optimizer: NamedOptimizer) -> None:

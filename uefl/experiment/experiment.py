@@ -16,12 +16,13 @@ from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.federation import MatmulPrecision, Silo
 from uefl.core.field_rules import setting
+from uefl.data import SOURCES
 from uefl.data.config import DataConfig
 from uefl.experiment.settings import from_dict, to_dict
 from uefl.models.model_config import ModelConfig
 from uefl.models.network import initialize_network
 
-RESULTS_VERSION = 2  # incremented when a code change alters results
+RESULTS_VERSION = 3  # incremented when a code change alters results
 Precision = Literal["auto", "float32", "tf32", "bf16", "float64"]
 # Storage types of tensors; tf32 and bf16 apply to matrix products only.
 DTYPES = {p: torch.float64 if p == "float64" else torch.float32 for p in get_args(Precision)}
@@ -57,7 +58,9 @@ class Experiment:
 
     def build_network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """Build the method's network; its initial weights depend on the seed alone."""
-        build = partial(self.model.build_network, input_shape, num_classes)
+        source = SOURCES[self.data.name]
+        constants = {"pixel_mean": source.mean, "pixel_std": source.std}
+        build = partial(self.model.build_network, input_shape, num_classes, **constants)
         return initialize_network(self.seed, build, self.method.adapt_network)
 
     def to_config(self) -> dict[str, Any]:
@@ -87,4 +90,6 @@ def fingerprint_silos(silos: Sequence[Silo]) -> str:
         for tensor in (*silo.train, *silo.validation, *silo.test):
             digest.update(str(tuple(tensor.shape)).encode())
             digest.update(tensor.contiguous().numpy().tobytes())
+    if (public := silos[0].public) is not None:  # the same for all silos
+        digest.update(public.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

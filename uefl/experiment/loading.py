@@ -28,16 +28,18 @@ def load(path: str | Path, silo_name: str = "") -> nn.Module:
     if silo_name and silo_name not in silo_names:
         raise unknown_value_error("silo", silo_name, silo_names)
     access_row = access[silo_names.index(silo_name)] if silo_name else access.all(0)
-    net = _build_network(metadata)
+    experiment = _read_experiment(metadata)
+    net = experiment.build_network(tuple(metadata["input_shape"]), len(metadata["class_names"]))
     names = dict(net.named_parameters()) | dict(net.named_buffers())
     client_state = {n: t for n, t in tensors.client_states.get(silo_name, {}).items() if n in names}
-    copy_into_network(net, {**gather_accessible_rows(tensors.model_state, access_row), **client_state})
+    received, stored = gather_accessible_rows(tensors.model_state, access_row), tensors.client_states.get(silo_name, {})
+    initialized = experiment.method.initialize_client(net.state_dict(), received, stored)
+    copy_into_network(net, {**received, **initialized, **client_state})
     return net.eval()
 
 
-def _build_network(metadata: dict[str, Any]) -> nn.Module:
+def _read_experiment(metadata: dict[str, Any]) -> Experiment:
     config = metadata["experiment"]
     method = from_dict(METHODS[config["name"]], config["method"])
     model = from_dict(ModelConfig, {**config["model"], "pretrained_weights": ""})
-    experiment = Experiment(method=method, model=model, seed=config["seed"])
-    return experiment.build_network(tuple(metadata["input_shape"]), len(metadata["class_names"]))
+    return Experiment(method=method, model=model, seed=config["seed"])

@@ -27,9 +27,9 @@ def parse_experiments(arguments: Sequence[str], default_methods: Sequence[str], 
     """
     assignments = [a for a in arguments if "=" in a]
     methods, dataset = _parse_names([a for a in arguments if "=" not in a])
-    # These three determine the defaults of other settings.
-    partitioner, encoder, codebook = (
-        get_assigned_value(assignments, n) for n in ("partitioner", "encoder", "codebook")
+    # These four determine the defaults of other settings.
+    partitioner, encoder, codebook, num_silos = (
+        get_assigned_value(assignments, n) for n in ("partitioner", "encoder", "codebook", "num_silos")
     )
     if partitioner:
         PARTITIONERS.check_name(partitioner)
@@ -38,7 +38,15 @@ def parse_experiments(arguments: Sequence[str], default_methods: Sequence[str], 
     from uefl.experiment.recipes import make_experiment
 
     experiments = {
-        name: make_experiment(name, dataset, preset, partitioner, encoder=encoder, with_codebook=codebook == "on")
+        name: make_experiment(
+            name,
+            dataset,
+            preset,
+            partitioner,
+            encoder=encoder,
+            with_codebook=codebook == "on",
+            num_silos=num_silos,
+        )
         for name in methods or default_methods
     }
     rest = [a for a in assignments if a != "codebook=on"]

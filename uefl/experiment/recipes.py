@@ -1,7 +1,4 @@
-"""Settings of a method on a data set: `default`, the best configuration by validation, or `paper`, the paper's.
-
-The paper leaves optimizer, learning rate, batch size, local epochs, β and test size open: both presets use our values.
-"""
+"""Settings of a method on a data set: `default`, the best by validation, or `paper`, a row of the paper."""
 
 from __future__ import annotations
 
@@ -12,24 +9,18 @@ from uefl.algorithms import METHODS
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.core.errors import unknown_value_error
 from uefl.core.local import LocalTraining
+from uefl.data.config import DataConfig
 from uefl.data.defaults import get_default_config
 from uefl.experiment.experiment import Experiment
+from uefl.experiment.paper_presets import find_row, replace_settings
 from uefl.models.model_config import ModelConfig
 
 PRESETS = ("default", "paper")
 COLOR_DATASETS = ("gtsrb", "cifar10", "cifar100")
 
+PUBLIC_IMAGES = 1000  # for methods that need them (FCCL: 5000)
 # Budget for the embedded data: a comparison takes three minutes on two cores (docs/log.md).
 DEMO_BUDGET: dict[str, Any] = {"rounds": 8, "extra_rounds": 6, "iterations": 3}
-
-# The paper's values: codewords initially and per extension (v), threshold γ, segments s.
-PAPER_CODEBOOKS: dict[str, tuple[int, float, int]] = {
-    "mnist": (32, 0.3, 1),
-    "fmnist": (64, 0.1, 1),
-    "gtsrb": (64, 0.1, 2),
-    "cifar10": (64, 0.2, 1),
-    "cifar100": (64, 0.1, 4),
-}
 
 
 def make_experiment(
@@ -40,18 +31,30 @@ def make_experiment(
     *,
     encoder: str = "",
     with_codebook: bool = False,
+    num_silos: str = "",
 ) -> Experiment:
-    """Return the experiment of a method and a data set, optionally with another encoder or with a codebook."""
+    """Return the experiment of a method and a data set, optionally with another encoder or with a codebook.
+
+    `num_silos` is the text that a command line assigns to it; it chooses among rows of the paper.
+    """
     if preset not in PRESETS:
         raise unknown_value_error("preset", preset, PRESETS)
     method = METHODS[method_name]()
     if with_codebook and not method.codebook:
         method = replace(method, codebook=ExtensibleCodebook())
-    experiment = _apply_default(Experiment(method=method, data=get_default_config(dataset, partitioner)))
-    experiment = _apply_paper(experiment) if preset == "paper" else experiment
+    experiment = Experiment(method=method, data=get_default_config(dataset, partitioner))
+    experiment = _apply_paper(experiment, num_silos) if preset == "paper" else _apply_default(experiment)
+    if method.needs_public_images:
+        experiment = replace(experiment, data=add_public_images(experiment.data))
     if encoder in ("", experiment.model.encoder):
         return experiment
     return replace(experiment, model=replace(experiment.model, encoder=encoder, width=0, depth=0))
+
+
+def add_public_images(data: DataConfig) -> DataConfig:
+    """Return the data with public images of another embedded data set, so that silos keep their own images."""
+    public_data = "digits" if data.name != "digits" else "mnist5k"
+    return replace(data, public_images=PUBLIC_IMAGES, public_data=public_data)
 
 
 def _apply_default(experiment: Experiment) -> Experiment:
@@ -75,30 +78,16 @@ def _apply_default(experiment: Experiment) -> Experiment:
         return replace(experiment, method=method, model=ModelConfig(encoder="vgg16"))
     if name == "pacs":
         method = replace(method, local=method.adapt_local_training(LocalTraining(lr=1e-4, batch_size=32, epochs=1)))
-        return replace(experiment, method=method, model=ModelConfig(encoder="resnet18", frozen_batch_norm=True))
+        model = ModelConfig(encoder="resnet18", pretrained_weights="imagenet", frozen_batch_norm=True)
+        return replace(experiment, method=method, model=model)
     local = method.adapt_local_training(LocalTraining(lr=1e-4, batch_size=256, epochs=5))
     return replace(experiment, method=replace(method, local=local))
 
 
-def _apply_paper(experiment: Experiment) -> Experiment:
-    name, method = experiment.data.name, experiment.method
-    method = replace(method, rounds=40, extra_rounds=20, iterations=5)
-    model = replace(experiment.model, feature_norm="none")
-    if name in COLOR_DATASETS:
-        model = replace(model, encoder="vgg16-bn")
-    elif name != "pacs":
-        model = replace(model, width=128, hidden_size=512)
-    if method.codebook:
-        num_codewords, gamma, segments = PAPER_CODEBOOKS.get(name, PAPER_CODEBOOKS["mnist"])
-        codebook = replace(
-            method.codebook,
-            num_codewords=num_codewords,
-            segments=segments,
-            gamma=gamma,
-            codebook_init="gaussian",
-            commitment_weight=1.0,
-            codebook_loss_weight=0.25,  # β; the paper gives no value
-            min_standard_errors=0.0,
-        )
-        method = replace(method, codebook=codebook)
-    return replace(experiment, method=method, model=model)
+def _apply_paper(experiment: Experiment, num_silos: str) -> Experiment:
+    row = find_row(experiment.data.name, experiment.data.partitioner, num_silos, experiment.method_name)
+    prefix = "method.local."
+    local_row = {path.removeprefix(prefix): value for path, value in row.items() if path.startswith(prefix)}
+    local = experiment.method.adapt_local_training(replace(LocalTraining(), **local_row))
+    experiment = replace(experiment, method=replace(experiment.method, local=local), model=ModelConfig())
+    return replace_settings(experiment, {path: value for path, value in row.items() if not path.startswith(prefix)})

@@ -28,13 +28,29 @@ class Column(NamedTuple):
 
 def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     """Print what happened in finished runs, their table, and what its labels mean."""
-    for line in describe_extensions(runs) + describe_lost_rounds(runs) + describe_chance_level(runs):
+    local = {name: RunFolder(path).read_header()["experiment"]["method"]["local"] for name, path in runs.items()}
+    lines = describe_extensions(runs) + describe_lost_rounds(runs) + describe_chance_level(runs)
+    for line in lines + describe_local_differences(local):
         console.print(line, soft_wrap=True)
     rounds = describe_rounds(len(summary["round"]) for summary in _read_summaries(runs))
     console.print(f"Test images, {rounds}", style="italic")
     for group in group_runs_by_width(runs, console):
         console.print(make_comparison_table(group))
     console.print(describe_means(with_codebook=any(map(_has_codebook, _read_summaries(runs)))), soft_wrap=True)
+
+
+def describe_local_differences(local: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a sentence with the settings of local training in which runs differ, by name of the run."""
+    first = next(iter(local.values()))
+    different = [field for field in first if any(settings.get(field) != first[field] for settings in local.values())]
+    if not different:
+        return []
+    runs = "; ".join(
+        f"{name}: {', '.join(f'{field}={settings.get(field)}' for field in different)}"
+        for name, settings in local.items()
+    )
+    advice = " ".join(f"local.{field}=" for field in different)
+    return [f"Local training differs between methods ({runs}). Set {advice} to train all in the same way."]
 
 
 def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:

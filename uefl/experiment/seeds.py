@@ -18,6 +18,7 @@ from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, creat
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, NUM_LAST_ROUNDS, describe_rounds
+from uefl.experiment.report import describe_local_differences
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 
 SEEDS_TABLE_FILE = "seeds.md"  # the table, in the folder of the comparison
@@ -32,7 +33,8 @@ def compare_seeds(
     runs = {label: replace(experiments[name], seed=seed) for (name, seed), label in labels.items()}
     folders = run_experiments(runs, out, resources, console)
     records = [summarize_run(name, folders[label]) for (name, _), label in labels.items()]
-    table = format_seed_table(records)
+    local = {record["name"]: record["experiment"]["method"]["local"] for record in records}
+    table = format_seed_table(records) + "".join(f"\n{line}\n" for line in describe_local_differences(local))
     folder = create_comparison_folder(folders, out)
     write_text(folder / SEEDS_RECORDS_FILE, "".join(json.dumps(record) + "\n" for record in records))
     write_text(folder / SEEDS_TABLE_FILE, f"`{shlex.join(['uefl', *sys.argv[1:]])}`\n\n{table}")

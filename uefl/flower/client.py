@@ -176,7 +176,9 @@ def _prepare_engine(request: Request, node_data: NodeData) -> tuple[SerialEngine
             f"this silo's images have shape {local_shape}, but the federation uses {image_shape}; set data.image_size"
         )
     net = experiment.build_network(image_shape, len(payload["classes"]))
-    engine = SerialEngine([silo], net, seed=experiment.seed, dtype=DTYPES[experiment.precision], device=request.device)
+    experiment = experiment.resolve_precision(request.device)
+    precision = {"dtype": DTYPES[experiment.precision], "matmul_precision": experiment.matmul_precision}
+    engine = SerialEngine([silo], net, seed=experiment.seed, device=request.device, **precision)  # type: ignore[arg-type]
     store = ClientStateStore(request.state_folder, str(payload["run_id"]), name)
     client_state, note = store.read(int(payload["accepted_round"]))
     engine.client_states[name] = _move_to_device(client_state, engine)

@@ -73,6 +73,11 @@ def load_own_folder(experiment: Experiment, path: str, silo_name: str, domain: s
     except Exception as e:  # the message of a reader names files
         raise SiloDataError(describe_data_error(Path(path))) from e
     images = replace(images, silo_ids=torch.zeros_like(images.y), silos=(silo_name,))
+    if config.num_held_out:
+        raise InputError(
+            f"public_data={config.public_data} would take public images from this silo's own folder; "
+            "set another data set, which all silos can read"
+        )
     config = replace(config, partitioner="natural", shifts=(), num_silos=(), train_sizes=(), target="")
     (silo,) = config.make_silos(images, experiment.seed)
     return NodeData(replace(silo, domain=domain or silo_name), images.classes)

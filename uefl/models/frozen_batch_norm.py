@@ -7,9 +7,12 @@ only weights change.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self, TypeVar
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -43,3 +46,16 @@ def freeze_batch_norm_statistics(net: N) -> N:
             layer.__class__ = _FROZEN_CLASSES[type(layer)]
             layer.eval()
     return net
+
+
+@contextmanager
+def paused_statistics(net: nn.Module) -> Iterator[None]:
+    """Within this context, batch norm in training mode leaves its running statistics as they are."""
+    layers = [m for m in net.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True

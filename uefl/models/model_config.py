@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
+from uefl.core.errors import InputError
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.memory import check_memory
 from uefl.models import check_encoder
@@ -45,7 +47,11 @@ class ModelConfig:
     feature_norm: Literal["layer", "none"] = setting(
         "layer", "Normalization of features before they are divided into segments (D20)."
     )
-    augment: str = setting("", "Augmentation of training images: crop:<pixels>, flip, or both as crop:4+flip.")
+    augment: str = setting(
+        "",
+        "Augmentation of training images, parts joined by +: crop:<pixels>, flip, resized-crop:<least area>, "
+        "jitter:<strength>, gray:<probability>; PACS has resized-crop:0.7+flip+jitter:0.3+gray:0.1.",
+    )
     ensemble_size: int = setting(1, "Networks in a deep ensemble, which replaces dropout; 1: no ensemble.", at_least=1)
     pretrained_weights: str = setting("", "Initial weights of the encoder: a file, or `imagenet`; empty: random.")
 
@@ -54,23 +60,46 @@ class ModelConfig:
         check_encoder(self.encoder)
         if self.augment:
             Augmentation.parse(self.augment)
+        if self.frozen_batch_norm and not self.pretrained_weights:
+            raise InputError(
+                "frozen_batch_norm=true keeps the statistics of pretrained weights; set pretrained_weights=imagenet, "
+                "or frozen_batch_norm=false"
+            )
 
-    def build_network(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Build a new network for images of this shape, unless it cannot fit into memory."""
+    def build_network(
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        *,
+        pixel_mean: Sequence[float] = (0.5,),
+        pixel_std: Sequence[float] = (0.25,),
+    ) -> nn.Module:
+        """Build a new network for images of this shape, standardized with these constants, if it fits into memory."""
+        constants = (pixel_mean, pixel_std)
         if any(getattr(self, name) > size for name, size in _USUAL_SIZES.items()):
-            self._check_memory(input_shape, num_classes)
+            self._check_memory(input_shape, num_classes, *constants)
         if self.ensemble_size > 1:
-            return Ensemble(lambda: self._build_member(input_shape, num_classes, 0.0), self.ensemble_size)
-        return self._build_member(input_shape, num_classes, self.dropout)
+            return Ensemble(lambda: self._build_member(input_shape, num_classes, 0.0, *constants), self.ensemble_size)
+        return self._build_member(input_shape, num_classes, self.dropout, *constants)
 
-    def _check_memory(self, input_shape: tuple[int, ...], num_classes: int) -> None:
+    def _check_memory(
+        self, input_shape: tuple[int, ...], num_classes: int, pixel_mean: Sequence[float], pixel_std: Sequence[float]
+    ) -> None:
+        single = replace(self, ensemble_size=1, pretrained_weights="", frozen_batch_norm=False)
         with torch.device("meta"):  # counts the weights without allocating them, but takes seconds to import
-            net = replace(self, ensemble_size=1, pretrained_weights="")._build_member(input_shape, num_classes, 0.0)
+            net = single._build_member(input_shape, num_classes, 0.0, pixel_mean, pixel_std)
         num_weights = self.ensemble_size * sum(p.numel() for p in net.parameters())
         advice = "set a smaller width, depth, hidden_size or ensemble_size"
         check_memory(num_weights * _BYTES_PER_WEIGHT, f"a network of {num_weights:.2g} weights", advice)
 
-    def _build_member(self, input_shape: tuple[int, ...], num_classes: int, dropout: float) -> Net:
+    def _build_member(
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        dropout: float,
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+    ) -> Net:
         return Net(
             self._build_encoder(input_shape),
             num_classes,
@@ -80,6 +109,8 @@ class ModelConfig:
             dropout_at=self.dropout_at,
             feature_norm=self.feature_norm,
             augment=self.augment,
+            pixel_mean=pixel_mean,
+            pixel_std=pixel_std,
         )
 
     def _build_encoder(self, input_shape: tuple[int, ...]) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
 from uefl.core.codebook import Codebook, QuantizedFeatures, bypass_quantization, to_tokens
+from uefl.core.errors import InputError
 from uefl.core.noise import Dropout, derive_key, iterate_passes, salt_noise_layers, sampling_mode
 from uefl.models.augmentation import Augmentation
 from uefl.models.gaussian import GaussianClassifier
@@ -65,10 +66,14 @@ class Net(nn.Module):
         dropout_at: Literal["hidden", "logits"] = "hidden",
         feature_norm: Literal["layer", "none"] = "layer",
         augment: str = "",
+        pixel_mean: Sequence[float] = (0.5,),
+        pixel_std: Sequence[float] = (0.25,),
     ) -> None:
         super().__init__()
-        self.augment = Augmentation.parse(augment) if augment else None
-        self.augment_specification = augment
+        self.augment = Augmentation.parse(augment, pixel_mean, pixel_std) if augment else None
+        if self.augment and self.augment.needs_color and input_shape[0] != 3:
+            raise InputError(f"augment={augment} needs images of 3 channels, not {input_shape[0]}")
+        self.augment_specification, self.pixel_constants = augment, (tuple(pixel_mean), tuple(pixel_std))
         self.encoder = encoder
         self.feature_norm = feature_norm
         self.codebook = None
@@ -92,6 +97,8 @@ class Net(nn.Module):
             dropout_at=self.dropout_at,
             feature_norm=self.feature_norm,
             augment=self.augment_specification,
+            pixel_mean=self.pixel_constants[0],
+            pixel_std=self.pixel_constants[1],
         )
 
     def use_gaussian_classifier(self, code_size: int, eval_draws: int) -> Net:

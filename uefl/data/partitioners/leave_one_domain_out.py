@@ -18,6 +18,7 @@ from uefl.data.partitioners.partition import (
     Partition,
     Partitioner,
     SiloSpec,
+    count_validation,
     format_numbers,
     make_silo_specs,
     shuffle_indices,
@@ -71,11 +72,14 @@ def _make_domain_specs(config: DataConfig) -> list[SiloSpec]:
 
 
 def _hold_out_target(config: DataConfig, domains: list[DomainIndices], seed: int) -> list[Partition]:
-    """Make the target domain one silo with test images only, and divide the other domains among silos."""
+    """Make the target domain one silo without training images, and divide the other domains among silos.
+
+    The validation images of the target are unlabeled in effect: they only choose its codewords (D15).
+    """
     keys = list(config.shifts) or [domain.silo.domain for domain in domains]
     if config.target not in keys:
         raise unknown_value_error("target", config.target, [*keys, "all (`uefl run` and `compare`)"])
-    target = domains.pop(keys.index(config.target))
+    target = _shuffle_domain(domains.pop(keys.index(config.target)), seed)
     if not domains or not len(target.indices):
         raise InputError(
             f"partitioner={config.partitioner}: target {config.target} needs images and at least one other domain"
@@ -84,10 +88,12 @@ def _hold_out_target(config: DataConfig, domains: list[DomainIndices], seed: int
     num_validation = [round(len(domain.indices) * config.validation_fraction) for domain in domains]
     num_train = [len(domain.indices) - n for domain, n in zip(domains, num_validation)]
     num_silos = allocate_silos(num_train, sum(config.num_silos) or len(domains))
-    test = target.indices[: config.test_per_silo or None]
     name = f"{target.silo.name}-held-out"  # silo names address random draws: keep the suffix
+    num_target_validation = count_validation(len(target.indices), config.validation_fraction)
+    validation, test = target.indices[:num_target_validation], target.indices[num_target_validation:]
+    test = test[: config.test_per_silo or None]
     return [
-        Partition(target.silo._replace(name=name), NO_INDICES, NO_INDICES, test),
+        Partition(target.silo._replace(name=name), NO_INDICES, validation, test),
         *(partition for row in zip(domains, num_validation, num_silos) for partition in _split_domain(*row)),
     ]
 

@@ -28,6 +28,7 @@ from uefl.core.federation import (
     Evaluations,
     Examples,
     Method,
+    Phase,
     Reply,
     Silo,
     Split,
@@ -57,7 +58,7 @@ from uefl.engines.stacked.client_stack import (
 )
 from uefl.engines.stacked.compiler import Compiler
 from uefl.engines.stacked.device_buffers import DeviceBuffers
-from uefl.engines.stacked.device_data import DeviceData
+from uefl.engines.stacked.device_data import PUBLIC, DeviceData
 from uefl.engines.stacked.stack_size import batch_length, compute_stack_size, count_activations
 from uefl.engines.stacked.vmap_overrides import VmapOverrides
 
@@ -80,7 +81,7 @@ class StackedEngine(SerialEngine):
             raise InputError("engine=stacked does not support torch's Dropout; use uefl's Dropout or engine=serial")
         self.max_stack_size = max_stack_size
         self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda"
-        self._data = DeviceData(self.silos)
+        self._data = DeviceData(self.silos, self.public)
         self._noise_layer_names = [name for name, m in self.net.named_modules() if isinstance(m, NoiseLayer)]
         self._trainable_names = {n for n, p in self.net.named_parameters() if p.requires_grad}
         self._activations = count_activations(self.net, next(iter(self.silos.values())).test.x.shape[1:])
@@ -132,16 +133,17 @@ class StackedEngine(SerialEngine):
         extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
         local = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
         tensors = self._store_client_states(method, buffers, broadcasts, client_states)
+        sent = [method.pack_reply(*pair) for pair in zip(tensors, extras)]
         seconds = (time.perf_counter() - started) / len(names)
         replies = [
             Reply(
                 silo_name=name,
                 num_examples=len(self.silos[name].train.y),
-                tensors=tensors[i],
+                tensors=sent[i][0],
                 evaluations=Evaluations(received[name], local[name]),
-                extras=extras[i],
+                extras=sent[i][1],
                 received_bytes=stack.received_bytes(i),
-                sent_bytes=size_in_bytes(tensors[i]) + size_in_bytes(extras[i]),
+                sent_bytes=sum(map(size_in_bytes, sent[i])),
                 seconds=seconds,
             )
             for i, name in enumerate(names)
@@ -248,7 +250,8 @@ class StackedEngine(SerialEngine):
             stored = self.client_states.get(name) or self._make_client_state(method, name)
             stored = drop_stale_optimizer_state(stored, access_row)
             initial_tensors = self._get_initial_tensors(name)
-            local_tensors = {n: stored.get(n, initial_tensors[n]) for n in local_names}
+            initialized = method.initialize_client(initial_tensors, received, stored)
+            local_tensors = initialized | {n: stored.get(n, initial_tensors[n]) for n in local_names}
             client_state = {n: t for n, t in stored.items() if n not in local_tensors}
             clients.append(ReceivedClient(name, codewords, local_tensors, client_state, received, extras))
         return clients
@@ -258,7 +261,7 @@ class StackedEngine(SerialEngine):
 
     def _get_buffers(self, method: Method, broadcast: Broadcast, stack: ClientStack) -> tuple[Any, DeviceBuffers]:
         """Return buffers that hold this stack, and their signature; buffers of the same shapes are reused."""
-        updates = method.make_updates(broadcast)
+        updates = [update for phase in method.make_phases(broadcast) for update in phase.updates]
         trainable = [
             tuple((n, u.lr_multiplier(n)) for n in sorted(self._trainable_names) if u.is_trainable(n)) for u in updates
         ]
@@ -273,20 +276,30 @@ class StackedEngine(SerialEngine):
 
     def _train_stack(self, method: Method, buffers: DeviceBuffers, broadcast: Broadcast) -> list[int]:
         """Train a stack, sorted by silo size, and return the number of steps of each silo."""
-        local, names = method.local, buffers.stack.silo_names
-        sizes = [len(self.silos[name].train.y) for name in names]
-        batch_slices = [list(iterate_batch_slices(n, local.batch_size)) for n in sizes]
-        positions = range(len(batch_slices[0]))
         self.net.train()
-        for epoch in range(local.epochs):
-            order_keys = [self._derive_key(name, broadcast.round, epoch, addresses.BATCH_ORDER) for name in names]
-            offsets = self._to_device(self._data.offsets("train", names))
+        num_steps, first = [0] * len(buffers.stack.silo_names), 0
+        for phase in method.make_phases(broadcast):
+            updates = slice(first, first + len(phase.updates))
+            steps = self._run_stacked_phase(method, buffers, broadcast, phase, updates)
+            num_steps, first = [n + s for n, s in zip(num_steps, steps)], updates.stop
+        return num_steps
+
+    def _run_stacked_phase(
+        self, method: Method, buffers: DeviceBuffers, broadcast: Broadcast, phase: Phase, updates: slice
+    ) -> list[int]:
+        """Run one phase of the local training, whose updates are these of the buffers."""
+        names, split = buffers.stack.silo_names, PUBLIC if phase.is_public else "train"
+        purpose = addresses.PUBLIC_STEP if phase.is_public else addresses.TRAINING_STEP
+        num_examples = [len(self.public.y) if phase.is_public else len(self.silos[name].train.y) for name in names]
+        sizes = list(map(phase.count_examples, num_examples))
+        batch_slices = [list(iterate_batch_slices(n, method.local.batch_size)) for n in sizes]
+        positions = range(len(batch_slices[0]))
+        for epoch in range(phase.epochs):
+            order_keys = [self._derive_order_key(phase, name, broadcast.round, epoch) for name in names]
+            offsets = self._to_device(self._data.offsets(split, names))
             order = batched_permutations(self._to_device(order_keys), sizes) + offsets[:, None]
             steps = [[epoch * len(slices) + position for slices in batch_slices] for position in positions]
-            keys = [
-                [self._derive_key(n, broadcast.round, s, addresses.TRAINING_STEP) for n, s in zip(names, row)]
-                for row in steps
-            ]
+            keys = [[self._derive_key(n, broadcast.round, s, purpose) for n, s in zip(names, row)] for row in steps]
             device_steps, device_keys = self._to_device(steps), self._to_device(keys)
             for position in positions:
                 lengths = [batch_length(slices, position) for slices in batch_slices]
@@ -297,14 +310,16 @@ class StackedEngine(SerialEngine):
                         start = batch_slices[0][position].start
                         indices = order[clients, start : start + length]
                         inputs = (indices, device_keys[position, clients], device_steps[position, clients])
-                        self._run_step(method, buffers, clients, epoch, *inputs)
-        return [local.epochs * len(slices) for slices in batch_slices]
+                        self._run_step(method, buffers, clients, split, updates, epoch, *inputs)
+        return [0 if phase.is_public else phase.epochs * len(slices) for slices in batch_slices]
 
     def _run_step(
         self,
         method: Method,
         buffers: DeviceBuffers,
         clients: slice,
+        split: str,
+        updates: slice,
         epoch: int,
         indices: Tensor,
         keys: Tensor,
@@ -313,14 +328,14 @@ class StackedEngine(SerialEngine):
         """Run one step of some clients of the stack, on CUDA as a captured graph."""
 
         def step(indices: Tensor, keys: Tensor, steps: Tensor) -> None:
-            self._apply_updates(method, buffers, clients, epoch, indices, keys, steps)
+            self._apply_updates(method, buffers, clients, split, updates, epoch, indices, keys, steps)
 
         if not self.use_cuda_graphs:
             step(indices, keys, steps)
             return
         # A graph replays the epoch it was captured in.
-        captured_epoch = epoch if any(update.per_epoch for update in buffers.updates) else 0
-        signature = (clients.start, clients.stop, indices.shape[1], captured_epoch)
+        captured_epoch = epoch if any(update.per_epoch for update in buffers.updates[updates]) else 0
+        signature = (clients.start, clients.stop, updates.start, indices.shape[1], captured_epoch)
         buffers.run_step(signature, step, indices, keys, steps)
 
     def _apply_updates(
@@ -328,19 +343,21 @@ class StackedEngine(SerialEngine):
         method: Method,
         buffers: DeviceBuffers,
         clients: slice,
+        split: str,
+        updates: slice,
         epoch: int,
         indices: Tensor,
         keys: Tensor,
         steps: Tensor,
     ) -> None:
-        x, y = self._data.gather_batch("train", indices)
+        x, y = self._data.gather_batch(split, indices)
         stack = buffers.stack.select(clients)
 
         def adjust(model: ClientModel, gradients: Tensors) -> Tensors:
             adjusted = method.adjust_gradients(model, gradients)
             return dict(zip(adjusted, method.local.clip_gradients(list(adjusted.values()))))
 
-        for update, optimizer in zip(buffers.updates, buffers.optimizers):
+        for update, optimizer in zip(buffers.updates[updates], buffers.optimizers[updates]):
             batch = Batch(x, y, steps, epoch if update.per_epoch else 0)
             gradients: Tensors | None = None
             if self._compiler:
@@ -493,6 +510,7 @@ class StackedEngine(SerialEngine):
                 extras={**stack.shared_extras, **client_extras},
                 received_state={**stack.shared_received, **client_received},
                 client_state=client_state,
+                public_images=self.public.x,
                 buffers=buffers | {f"{layer}.key": key for layer in self._noise_layer_names},
                 is_bound=False,
             )

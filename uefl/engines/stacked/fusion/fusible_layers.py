@@ -111,7 +111,8 @@ class FusibleBatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         n = input.numel() // input.shape[1]
-        if not torch.compiler.is_compiling() or not self.training or n < 2:
+        is_plain = self.training and self.track_running_stats
+        if not torch.compiler.is_compiling() or not is_plain or n < 2:
             return super().forward(input)
         with torch.no_grad():
             # One pass over the differences from the first value, so that squares do not cancel.
