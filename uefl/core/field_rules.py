@@ -34,16 +34,18 @@ def setting(
     default_factory: Any = MISSING,
     in_run_id: bool = True,
     finite: bool = True,
+    zero: str = "",
     **bounds: float,
 ) -> Any:
     """Return a dataclass field with a help text and bounds: `at_least`, `above`, `at_most`, `below`.
 
     Bounds apply to a number, or to every entry of a tuple. Numbers with a bound must be finite, unless `finite=False`.
-    A field with `in_run_id=False` does not change results and is not part of the run id.
+    `zero` is what 0 means, for error messages. A field with `in_run_id=False` does not change results and is not part
+    of the run id.
     """
     if wrong := bounds.keys() - RANGE_RULES.keys():
         raise TypeError(f"unknown bounds: {', '.join(sorted(wrong))}")
-    metadata = {"help": help_text, "in_run_id": in_run_id, "finite": finite, "bounds": bounds}
+    metadata = {"help": help_text, "in_run_id": in_run_id, "finite": finite, "zero": zero, "bounds": bounds}
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -56,7 +58,8 @@ def check_ranges(settings: Any) -> None:
         value = getattr(settings, declared.name)
         for number in value if isinstance(value, tuple) else (value,):
             if bounds and not all(RANGE_RULES[rule].accepts(number, bound) for rule, bound in bounds.items()):
-                raise InputError(f"{declared.name}={value} must be {describe_bounds(bounds)}")
+                zero = f"; 0 means {text}" if (text := declared.metadata["zero"]) else ""
+                raise InputError(f"{declared.name}={value} must be {describe_bounds(bounds)}{zero}")
             if bounds and declared.metadata["finite"] and isinstance(number, float) and not math.isfinite(number):
                 raise InputError(f"{declared.name}={value} must be {describe_bounds(bounds)} and finite")
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from uefl import __version__
 from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.requirements import require_enough_silos
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.example_checks import check_silos
 from uefl.core.federation import ServerState, Silo
@@ -107,7 +108,7 @@ def train(
     network: dict[str, Any] = {"hidden_size": hidden_size, "dropout": dropout, "augment": augment}
     build = partial(Net, encoder, num_classes, input_shape, **network)
     net = initialize_network(seed, build, method.adapt_network)
-    silos = list(method.prepare_silos(silos))
+    silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     clients = ENGINES[engine](silos, net, seed=seed, device=device)
     records: list[Record] = []
