@@ -11,12 +11,13 @@ x = (x.float().view(-1, 1, 8, 8) - 5) / 6
 images = {"north": x[:600], "east": x[600:1200].rot90(1, (2, 3)), "south": x[1200:].rot90(2, (2, 3))}
 labels = {"north": y[:600], "east": y[600:1200], "south": y[1200:]}
 silos = [Silo.from_tensors(name, images[name], labels[name], domain=name) for name in images]
-
 encoder = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1))
 local, codebook = LocalTraining(lr=2e-3, batch_size=32), ExtensibleCodebook(num_codewords=64)
 method = UEFL(rounds=6, extra_rounds=4, local=local, codebook=codebook)
 result = train(method, silos, encoder, num_classes=10, hidden_size=64)
 
 print(f"mean accuracy {result.accuracy:.3f}, mean entropy {result.entropy:.3f}")
-for name, silo in result.summary["mean of last 5"]["silos"].items():
-    print(f"{name}: accuracy {silo['accuracy']:.3f}, {silo['num_codewords']:.0f} accessible codewords")
+model = result.model("north")  # with the codewords of this silo; `result.save(folder)` keeps it for `uefl.load`
+prediction = model.predict(images["north"][:3].numpy())
+for label, p, entropy in zip(prediction.labels, prediction.confidence, prediction.uncertainty.entropy):
+    print(f"digit {label}: probability {p:.3f}, predictive entropy {entropy:.3f}")

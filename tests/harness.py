@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from uefl.algorithms import METHODS
@@ -96,6 +102,19 @@ def make_pattern_silos(sizes: Sequence[int] = (24, 33, 24), shape: Sequence[int]
         )
         for i, n in enumerate(sizes)
     ]
+
+
+def write_photos(folder: Path, names: Sequence[str], shape: tuple[int, ...] = (12, 12), seed: int = 0) -> Path:
+    """Write a PNG of random pixels for every name, such as `north/cat/1.png`."""
+    rng = np.random.default_rng(seed)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(folder / name)
+    return folder
+
+
+def list_photo_names(silos: Sequence[str], labels: str = "xy", count: int = 6) -> list[str]:
+    return [f"{silo}/{label}/{i}.png" for silo in silos for label in labels for i in range(count)]
 
 
 def make_public_images(shape: Sequence[int] = IMAGE_SHAPE) -> Tensor:
@@ -268,6 +287,41 @@ def run_method(
     clients = RecordingEngine(prepared, build_model(method, model, shape) if net is None else net, dtype=dtype)
     server, records = run_rounds(method, clients, rounds)
     return RunResult(server, clients, records)
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
+def call_cli(*arguments: str) -> Answer:
+    """Run the command line in this process, which saves the seconds of importing torch."""
+    from uefl.cli.main import main
+
+    stdout, stderr = io.StringIO(), io.StringIO()
+    code, argv = 0, sys.argv
+    try:
+        sys.argv = ["uefl", *arguments]
+        with redirect_stdout(stdout), redirect_stderr(stderr):
+            main()
+    except SystemExit as e:
+        code = int(e.code or 0)
+    finally:
+        sys.argv = argv
+    return Answer(code, stdout.getvalue(), stderr.getvalue())
+
+
+def call_with_mistake(*arguments: str) -> str:
+    """Return the line that answers a user's mistake."""
+    answer = call_cli(*arguments)
+    assert answer.code == 2, answer
+    assert answer.stderr.startswith("uefl: ")
+    assert answer.stderr.count("\n") == 1, "a mistake is one line"
+    return answer.stderr.removeprefix("uefl: ").rstrip("\n")
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------

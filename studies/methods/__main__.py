@@ -16,8 +16,8 @@ from studies.methods.page import render_page
 from studies.methods.setups import SEEDS, SETUPS
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.engines import ENGINE_NAMES
+from uefl.experiment.parsing import parse_seeds
 from uefl.experiment.records import read_records
-from uefl.experiment.seeds import parse_seeds
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 RECORDS, TIMES = Path("results/methods.jsonl"), Path("results/methods-time.jsonl")

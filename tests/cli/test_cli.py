@@ -167,7 +167,7 @@ def test_methods_and_readers_of_an_installed_package_are_found_by_name(tmp_path:
     everything = uefl("list", PYTHONPATH=path).stdout
     assert "mine:MyMethod, from an installed package" in everything
     assert "mine:my_images, from an installed package" in everything
-    settings = [*TINY_SETTINGS_NO_CODEBOOK, "rounds=1", "iterations=1"]
+    settings = ["train_per_silo=40", "test_per_silo=20", "width=4", "hidden_size=16", "rounds=1", "iterations=1"]
     done = uefl("run", "my-method", *settings, "--out", out, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     answer = uefl("run", "my-method", "my-images", "--out", out, PYTHONPATH=path)
@@ -261,6 +261,26 @@ def test_every_setting_is_listed_with_its_meaning(method: str) -> None:
             assert type_text.split()[0] in output
             assert help_text, f"{group}.{name} has no help text"
             assert help_text[:60] in output
+
+
+@pytest.mark.parametrize(
+    ("data", "encoder", "shown"), [("cifar10", "vgg16", "0.0001"), ("folder", "residual", "natural")]
+)
+def test_settings_are_listed_as_they_are_for_a_method_and_a_data_set(data: str, encoder: str, shown: str) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    print_topic("uefl", console, data)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"Settings of uefl on {data}." in output
+    rows = {line.split()[0]: line.split()[1] for line in output.splitlines() if len(line.split()) > 1}
+    assert (rows["encoder"], rows["name"]) == (encoder, data)
+    assert shown in rows.values()
+
+
+def test_a_topic_that_is_no_method_takes_no_data_set() -> None:
+    with pytest.raises(InputError, match="unknown method 'methods'; known: uefl"):
+        print_topic("methods", Console(file=io.StringIO()), "mnist")
+    with pytest.raises(InputError, match="unknown data set 'mnits'; known: mnist5k"):
+        print_topic("uefl", Console(file=io.StringIO()), "mnits")
 
 
 def test_a_setting_has_a_type_and_a_help_text() -> None:

@@ -163,7 +163,7 @@ def test_settings_that_the_images_do_not_allow_are_rejected_in_one_line(change: 
 
 def test_natural_partition_needs_domains_or_silos_in_the_source() -> None:
     images = replace(make_synthetic_images(), domain_ids=None, domains=(), silo_ids=None, silos=())
-    with pytest.raises(InputError, match="mnist5k has none"):
+    with pytest.raises(InputError, match="mnist5k names none"):
         DataConfig(shifts=(), num_silos=()).make_partitions(images, 0)
     with pytest.raises(InputError, match="names its silos"):
         get_default_config("mnist5k", "natural").make_partitions(images, 0)

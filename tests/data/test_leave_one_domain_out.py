@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import list_photo_names, write_photos
 from synthetic_images import make_synthetic_images
 
 from uefl.core.errors import InputError
@@ -25,6 +26,11 @@ def test_target_domain_only_tests_and_other_domains_only_train() -> None:
             assert len(p.test) == 0
             assert p.silo.domain != target.silo.domain
             assert len(p.validation) == round(0.1 * (len(p.train) + len(p.validation)))
+
+
+def test_test_per_silo_limits_the_images_of_the_target() -> None:
+    target, *_ = replace(ROTATED, test_per_silo=30).make_partitions(make_synthetic_images(1200), 0)
+    assert len(target.test) == 30
 
 
 def test_rotated_mnist_divides_all_images_among_six_domains() -> None:
@@ -83,6 +89,29 @@ def test_invalid_target_is_rejected(change: dict[str, object], message: str) -> 
         replace(ROTATED, **change)
 
 
+def test_a_folder_with_silos_leaves_one_of_them_out(tmp_path) -> None:
+    sites = ("site-a", "site-b", "site-c")
+    path = write_photos(tmp_path, list_photo_names(sites, count=10))
+    config = replace(get_default_config("folder", "leave-one-domain-out"), path=str(path))
+    assert config.list_targets() == list(sites)
+    silos, _ = replace(config, target="site-c").load(0)
+    assert [(s.name, len(s.train.y), len(s.validation.y), len(s.test.y)) for s in silos] == [
+        ("site-c-held-out", 0, 2, 18),
+        ("site-a-1", 18, 2, 0),
+        ("site-b-1", 18, 2, 0),
+    ]
+    with pytest.raises(InputError, match="unknown target ''; known: site-a, site-b, site-c, all"):
+        config.load(0)
+
+
+def test_a_source_without_silos_and_domains_leaves_none_out(tmp_path) -> None:
+    path = write_photos(tmp_path, [f"{label}/{i}.png" for label in "xy" for i in range(5)])
+    config = replace(get_default_config("folder", "leave-one-domain-out"), path=str(path), target="x")
+    message = r"shifts=\(\) uses the domains or silos of the source, but folder names none; set shifts"
+    with pytest.raises(InputError, match=message):
+        config.load(0)
+
+
 def test_unknown_domain_error_names_the_known_domains() -> None:
-    with pytest.raises(InputError, match="unknown target 'clipart'; known: art, cartoon, photo, sketch"):
+    with pytest.raises(InputError, match="unknown target 'clipart'; known: art, cartoon, photo, sketch, all"):
         replace(NATURAL_DOMAINS, target="clipart").make_partitions(make_synthetic_images(), 0)

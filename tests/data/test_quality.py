@@ -1,4 +1,5 @@
 import pytest
+import torch
 from file_factories import make_png, write_folder
 
 from uefl.core.errors import InputError
@@ -37,6 +38,28 @@ def test_duplicates_across_train_and_test_are_counted_also_between_silos(tmp_pat
         assert read_images("folder", path).warnings == ("2 test images also occur in the training split",)
     with pytest.raises(InputError, match="strict"):
         read_images("folder", path, strict=True)
+
+
+def test_copies_that_a_drawn_split_separates_are_counted_and_rejected_by_strict(tmp_path):
+    """Without a split of its own, the folder is divided here: one of three copies is a test image."""
+    unique = {name.replace("/train/", "/").replace("/test/", "/t"): png for name, png in FILES.items()}
+    copies = {f"a/x/copy{i}.png": make_png(500) for i in range(40)}
+    config = make_config(write_folder(tmp_path, unique | copies), test_fraction=0.5)
+    silos, images = config.load(0)
+    (warning,) = collect_warnings(silos, images)
+    count = int(warning.split()[0])
+    assert warning == f"{count} test images are copies of training images, which the split separated"
+    copy = images.x.flatten(1).float().mode(0).values.view(3, 8, 8)  # the most common image
+    standardized = (copy / 255 - 0.5) / 0.25
+    assert count == sum(torch.allclose(x, standardized) for silo in silos for x in silo.test.x) > 0
+    with pytest.raises(InputError, match=rf"{count} test images are copies of training images, .* \(strict\)"):
+        make_config(tmp_path, test_fraction=0.5, strict=True).load(0)
+
+
+def test_a_drawn_split_of_different_images_is_not_warned_about(tmp_path):
+    unique = {name.replace("/train/", "/").replace("/test/", "/t"): png for name, png in FILES.items()}
+    silos, images = make_config(write_folder(tmp_path, unique), strict=True).load(0)
+    assert collect_warnings(silos, images) == []
 
 
 def test_duplicates_within_training_are_not_warned_about(tmp_path):

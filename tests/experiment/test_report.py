@@ -12,16 +12,16 @@ from rich.console import Console
 from uefl.core.metrics import METRICS
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, print_results, select_better_fedavg
 from uefl.experiment.experiment import RESULTS_VERSION
-from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.parsing import parse_experiments, parse_seeds
 from uefl.experiment.progress import ProgressDisplay
 from uefl.experiment.report import describe_decision, make_comparison_table, print_runs
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
-from uefl.experiment.seeds import format_mean_stderr, format_seed_table, parse_seeds
+from uefl.experiment.seeds import format_mean_stderr, format_seed_table
 
 LEGEND = "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is better)"
 
 
-def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=False, method="fedavg"):
+def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=False, rounds=5, method="fedavg"):
     """Write the files of a finished run that tables read."""
     metrics = {"accuracy": accuracy, "entropy": 0.25, "perplexity": 3.4}
     silos = {name: {"domain": "x", **metrics, "num_codewords": num_codewords} for name in ("ada", "bob")}
@@ -30,9 +30,14 @@ def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=Fal
     path.mkdir()
     folder = RunFolder(path)
     (experiment,) = parse_experiments([method], [], "default").values()
-    folder.write_header({RESULTS_VERSION_KEY: RESULTS_VERSION, "experiment": experiment.to_config()})
+    header = {RESULTS_VERSION_KEY: RESULTS_VERSION, "experiment": experiment.to_config()}
+    folder.write_header({**header, "class_names": ["a", "b", "c", "d"], "chance_accuracy": 0.3})
     folder.write_summary(
-        {"mean of last 5": {**means, "silos": silos}, "extensions": extensions, "validation_accuracy": validation}
+        {
+            "mean of last 5": {"round": [*range(rounds)], **means, "silos": silos},
+            "extensions": extensions,
+            "validation_accuracy": validation,
+        }
     )
     silo = {"bytes_up": 1, **({"rejected": "not finite"} if rejected else {})}
     folder.records_path.write_text(json.dumps({"round": 1, "silos": {"ada": silo, "bob": silo}}) + "\n")
@@ -98,6 +103,68 @@ def test_the_better_fedavg_is_the_one_with_the_higher_validation_accuracy(tmp_pa
     assert f"fedavg {validation:.3f}, fedavg, no layer norm 0.700. The better one is reported." in text
 
 
+@pytest.mark.parametrize(("accuracy", "is_reported"), [(0.1, True), (0.34, True), (0.36, False)])
+def test_a_result_at_chance_level_says_so(tmp_path, accuracy, is_reported):
+    run = write_run(tmp_path / "run", num_codewords=0, accuracy=accuracy)
+    line = (
+        f"fedavg: mean accuracy {accuracy:.3f} is hardly above chance level (0.300): the model has not learned; "
+        "try more rounds, or a larger or smaller local.lr\n"
+    )
+    assert (line in capture(lambda console: print_runs({"fedavg": run}, console))) == is_reported
+
+
+def test_a_decision_of_an_untrained_model_says_so():
+    record = {"round": 2, "iteration": 0, "has_decision": True}
+    header = {"class_names": ["a", "b"], "chance_accuracy": 0.5}
+
+    def show(console, accuracy):
+        silo = {"accuracy": accuracy, "entropy": 0.69, "is_uncertain": False}
+        with ProgressDisplay(console) as display:
+            display.on_event("uefl", {"kind": "start", "total_rounds": 4, "round": 0, "records": [], "header": header})
+            display.on_event("uefl", {"kind": "round", "record": {**record, "silos": {"ada": silo, "bob": silo}}})
+
+    settled = "uefl: after round 2, no silo has unusually high uncertainty: the codebook is final\n"
+    untrained = (
+        "uefl: after round 2, no silo stands out, but the model is at chance level, so this says nothing: "
+        "the codebook is final; set more rounds before the first decision\n"
+    )
+    assert untrained in capture(lambda console: show(console, 0.5))
+    assert settled in capture(lambda console: show(console, 0.9))
+
+
+def test_the_size_of_a_run_and_its_time_are_printed_before_it_starts():
+    event = {"kind": "plan", "num_images": 5000, "num_silos": 5, "num_parameters": 153946, "num_rounds": 20}
+
+    def show(console, seconds):
+        with ProgressDisplay(console) as display:
+            display.on_event("uefl", {**event, "seconds": seconds})
+
+    for seconds, text in ((3.2, "3 s"), (200, "3 min"), (9000, "2.5 h")):
+        line = f"uefl: 5000 images, 5 silos, 153946 parameters, 20 rounds; estimated time: {text}\n"
+        assert capture(lambda console, seconds=seconds: show(console, seconds)) == line
+
+
+def test_three_methods_fit_into_80_columns_without_cutting_a_cell(tmp_path):
+    runs = {name: write_run(tmp_path / name, num_codewords=v) for name, v in (("fedavg", 0), ("vq", 16), ("uefl", 16))}
+    console = Console(width=80, highlight=False, force_terminal=False)
+    with console.capture() as output:
+        print_runs(runs, console)
+    text = output.get()
+    tables = [line for line in text.splitlines() if line.startswith(("│", "┃"))]
+    assert max(map(len, tables)) <= 80
+    assert "…" not in text
+    assert text.count("┏") == 2, "as few tables as possible"
+    assert all(text.count(f" {name} ┃") == count for name, count in (("fedavg", 2), ("vq", 4), ("uefl", 4)))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "title"), [(5, "mean of last 5 rounds"), (3, "mean of last 3 rounds"), (1, "last round")]
+)
+def test_the_table_names_the_rounds_that_it_averages(tmp_path, rounds, title):
+    run = write_run(tmp_path / "run", num_codewords=0, rounds=rounds)
+    assert f"Test examples, {title}\n" in capture(lambda console: print_runs({"fedavg": run}, console))
+
+
 def test_rounds_without_a_usable_reply_are_reported(tmp_path):
     run = write_run(tmp_path / "run", num_codewords=0, rejected=True)
     text = capture(lambda console: print_runs({"fedavg": run}, console))
@@ -136,6 +203,7 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
         {"kind": "warning", "message": "few images"},
         {"kind": "start", "total_rounds": 4, "round": 1, "records": []},
         {"kind": "silo", "silo": "ada", "activity": "training"},
+        {"kind": "trained", "round": 2, "seconds": 6.4},
         {"kind": "silo", "silo": "", "activity": "an unknown node was rejected"},
         {"kind": "round", "record": {**record, "silos": {"ada": silo, "bob": {**silo, "rejected": "not finite"}}}},
         {"kind": "finished", "folder": "runs/a", "engine": "serial"},
@@ -151,6 +219,7 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
     assert lines == [
         "uefl: warning: few images",
         "uefl: resumed after round 1 of 4",
+        "uefl: round 2/4 trained in 6 s; its metrics follow with the next round",
         "uefl: an unknown node was rejected",
         "uefl: after round 2, an initial codebook of 16 codewords",
         "uefl: after round 2, 2 silos have unusually high uncertainty (ada, bob): 8 new codewords per silo",
@@ -159,10 +228,21 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
     ]
 
 
+def test_a_warning_about_the_data_is_printed_once_for_all_runs():
+    def show(console):
+        with ProgressDisplay(console) as display:
+            for run in ("fedavg", "uefl"):
+                display.on_event(run, {"kind": "warning", "about": "data", "message": "few images"})
+                display.on_event(run, {"kind": "warning", "message": "round 1: not finite"})
+
+    lines = ["warning: few images", "fedavg: warning: round 1: not finite", "uefl: warning: round 1: not finite"]
+    assert capture(show).splitlines() == lines
+
+
 def test_the_table_of_seeds_has_means_with_standard_errors_and_every_seed():
     def make_run(name, seed, accuracy, validation):
         means = {"mA": accuracy, "mE": 0.25, "mP": 3.4}
-        fields = {"experiment": {"seed": seed}, "validation_accuracy": validation}
+        fields = {"experiment": {"seed": seed}, "validation_accuracy": validation, "rounds": 7}
         return {"name": name, "mean of last 5": means, **fields}
 
     rows = format_seed_table(
@@ -203,7 +283,8 @@ from uefl.experiment.run_folder import RunFolder
 from uefl.experiment.seeds import compare_seeds
 
 out, console = Path(sys.argv[1]), Console(width=150)
-experiments = parse_experiments([*TINY_SETTINGS, "iterations=1"], ["uefl"], "default")
+settings = [s for s in TINY_SETTINGS if not s.startswith("iterations")]
+experiments = parse_experiments([*settings, "iterations=1"], ["uefl"], "default")
 compare_experiments(experiments, out, RunResources(), console)
 compare_seeds(experiments, [0], out, RunResources(), console)
 """
@@ -223,7 +304,7 @@ def test_one_entry_adds_a_metric_to_all_tables(tmp_path):
     assert error in result.stdout
     assert "err." in result.stdout
     assert "mX: mean error rate over silos; mA: mean accuracy" in result.stdout
-    assert "| mean of last 5 rounds | mX | mA | mE | mP | mX, seeds 0 | mA, seeds 0 | mE, seeds 0 |" in result.stdout
+    assert "| mean of last 3 rounds | mX | mA | mE | mP | mX, seeds 0 | mA, seeds 0 | mE, seeds 0 |" in result.stdout
 
 
 def test_the_names_of_metrics_and_of_shared_sums_are_unambiguous():

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SHORT_RUN, TINY_SETTINGS, drop_seconds, make_clients
+from harness import SHORT_RUN, TINY_SETTINGS, drop_seconds, have_equal_bits, make_clients
 
 from uefl.algorithms.fedavg import FedAvg
 from uefl.cli.show import show
 from uefl.core.errors import InputError
 from uefl.engines import ENGINES
 from uefl.experiment import records
-from uefl.experiment.checkpoint import load_tensors, save_checkpoint, save_tensors
+from uefl.experiment.checkpoint import load_checkpoint, load_tensors, save_checkpoint, save_tensors
 from uefl.experiment.experiment import Experiment
-from uefl.experiment.loading import load
+from uefl.experiment.loading import load, open_models
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import RunContext, run, run_with_clients
 from uefl.experiment.run_folder import RunFolder
@@ -130,6 +130,7 @@ def test_a_run_folder_contains_all_files_and_record_keys(whole: RunFolder) -> No
         "run.json",
         "records.jsonl",
         "model.safetensors",
+        "server.safetensors",
         "summary.json",
         "figure.png",
         ".lock",
@@ -246,15 +247,32 @@ def test_an_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
 
 
 def test_the_saved_model_has_the_accuracy_that_the_run_reported(whole: RunFolder) -> None:
-    silos, _ = tiny_experiment().data.load(0)
+    silos, images = tiny_experiment().data.load(0)
     last = whole.read_summary()["last"]["silos"]
     for silo in silos:
-        net = load(whole.model_path, silo.name)
-        with torch.no_grad():
-            prediction = net(silo.test.x).logits[0].argmax(-1)
-        assert (prediction == silo.test.y).double().mean().item() == pytest.approx(last[silo.name]["accuracy"])
-    with pytest.raises(InputError, match="unknown silo 'D0'; known: D1-1"):
+        predictions = load(whole.path, silo.name).predict(silo.test.x)
+        assert (predictions.labels == silo.test.y.numpy()).mean() == pytest.approx(last[silo.name]["accuracy"])
+        assert predictions.uncertainty.entropy.mean() == pytest.approx(last[silo.name]["entropy"])
+        assert predictions.classes == images.classes
+    with pytest.raises(InputError, match=r"^unknown silo 'D0'; known: D1-1, D1-2"):
         load(whole.model_path, "D0")
+
+
+def test_pixels_are_scaled_as_in_training(whole: RunFolder) -> None:
+    """The first silo's domain is not rotated, so its test examples are the data set's own pixels."""
+    silos, images = tiny_experiment().data.load(0)
+    model, x = load(whole.path, "D1-1"), silos[0].test.x
+    pixels = (x * images.std[0] + images.mean[0]).mul(255).round().to(torch.uint8)
+    assert (model.predict(pixels.numpy()).probabilities == model.predict(x).probabilities).all()
+
+
+def test_a_finished_run_keeps_the_state_of_its_server(whole: RunFolder) -> None:
+    server, _ = load_checkpoint(whole.server_path, "cpu")
+    models = open_models(whole.path)
+    assert server.round == 5
+    assert have_equal_bits(server.model_state, models.model_state)
+    assert torch.equal(server.access, models.access)
+    assert not whole.checkpoint_path.exists()
 
 
 @pytest.mark.real

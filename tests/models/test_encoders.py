@@ -115,7 +115,7 @@ def test_the_smallest_image_size_works(name: str) -> None:
 def test_unknown_names_raise_an_input_error_with_the_known_ones() -> None:
     with pytest.raises(InputError, match="unknown encoder 'vgg17'; known: residual, vgg11, vgg16"):
         build_encoder("vgg17", 3)
-    with pytest.raises(InputError, match="unknown setting of encoder mlp 'average_pool'; known: image_size, width"):
+    with pytest.raises(InputError, match="encoder mlp takes no average_pool; its settings: image_size, width"):
         build_encoder("mlp", 3, average_pool=True)
     with pytest.raises(InputError, match="in_channels=0 must be at least 1"):
         build_encoder("vgg16", 0)

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 class ExtensibleCodebook(CodebookHooks):
     """Codewords that all silos share, and codewords that only uncertain silos may use."""
 
-    num_codewords: int = setting(256, "Codewords v of the initial codebook and of every extension.", at_least=1)
+    num_codewords: int = setting(
+        256, "Codewords v of the initial codebook and of every extension.", at_least=1, at_most=65536
+    )
     segments: int = setting(4, "Segments s into which a feature is split; all use the same codewords.", at_least=1)
     codebook_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "Initial codewords: centroids of features after the warm-up, or Gaussian noise (D12)."

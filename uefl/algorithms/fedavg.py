@@ -276,6 +276,10 @@ class FedAvg:
             return ()
         return [n for n in net.state_dict() if n.endswith(BATCH_NORM_STATISTICS)]
 
+    def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
+        """Return those names among the tensors that stay at the silo that predictions use."""
+        return self.client_state_names(net)
+
     def initial_client_state(self, net: nn.Module, noise_key: int) -> Tensors:
         """Return client state before the first training."""
         del net, noise_key

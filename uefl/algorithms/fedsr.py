@@ -60,6 +60,9 @@ class FedSR(FedAvg):
     def client_state_names(self, net: nn.Module) -> Collection[str]:
         return [*super().client_state_names(net), *(n for n in net.state_dict() if n.startswith(PRIOR_PREFIX))]
 
+    def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
+        return super().client_state_names(net)  # the class prior is part of the loss only
+
     def loss(self, model: ClientModel, batch: Batch) -> Tensor:
         quantized = model.call("encode_and_quantize", batch.x)
         q = model.call("classifier.posterior", quantized.z.flatten(1))

@@ -7,12 +7,12 @@ records (IEEE BigData 2022). The authors train networks for text; `docs/deviatio
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import grad
 
 from uefl.algorithms.fedavg import FedAvg
@@ -90,6 +90,11 @@ class PMFL(FedAvg):
         return after.replace(model_state=model_state, method_state=state)
 
     # --- the client ---------------------------------------------------------------------------------------------
+
+    def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
+        tensors = net.state_dict()
+        shared = self.select_shared_rows(tensors)
+        return [n for n, t in shared.items() if t.dim() and len(t) < len(tensors[n])]  # the others are all shared
 
     def initialize_client(self, initial: Tensors, received: Tensors, client_state: Tensors) -> Tensors:
         return {

@@ -46,5 +46,6 @@ class Centralized(FedAvg):
             no_examples,
             no_examples,
             domain=CENTRAL_SILO,
+            public=ordered[0].public,
         )
         return [*without_training, central_silo]

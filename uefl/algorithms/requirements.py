@@ -21,6 +21,17 @@ def require_training_data(silos: Sequence[Silo], method_name: str, component: st
     return silos
 
 
+def require_enough_silos(silos: Sequence[Silo], clients_per_round: int) -> Sequence[Silo]:
+    """Return the silos if a round can draw `clients_per_round` of those that have training data."""
+    num_trainable = sum(len(silo.train.y) > 0 for silo in silos)
+    if clients_per_round > num_trainable:
+        raise InputError(
+            f"clients_per_round={clients_per_round} must be at most {num_trainable}, the silos with training examples; "
+            "0 takes all"
+        )
+    return silos
+
+
 def require_single_network(net: nn.Module, method_name: str) -> Any:
     """Return the network if it is not an ensemble."""
     if hasattr(net, "members"):

@@ -34,12 +34,12 @@ def compare(
     engine: EngineOption = "auto",
     preset: PresetOption = "default",
     seeds: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Comma-separated seeds, such as 0,1,2; prints means with standard errors. On CUDA the seeds of a "
             "method run in one stack."
         ),
-    ] = "",
+    ] = None,
     skip_bad: SkipBadOption = False,
     strict: StrictOption = False,
 ) -> None:
@@ -56,21 +56,28 @@ def compare(
       uefl compare --seeds 0,1,2
       uefl compare fedavg vq-fedavg uefl seed=2
     """
-    from uefl.experiment.parsing import parse_experiments
+    from uefl.experiment.parsing import parse_experiments, parse_seeds
 
     arguments = add_flag_settings(arguments, skip_bad=skip_bad, strict=strict)
+    seed_list = None if seeds is None else parse_seeds(seeds)
     if seeds and (seed := next((a for a in arguments if a.startswith("seed=")), "")):
         raise InputError(f"use either {seed} or --seeds {seeds}, not both")
     experiments = parse_experiments(arguments, ["fedavg", "uefl"], preset)
     from rich.console import Console
 
     from uefl.experiment.comparison import RunResources, add_fedavg_no_layer_norm, compare_experiments
-    from uefl.experiment.seeds import compare_seeds, parse_seeds
+    from uefl.experiment.targets import compare_targets, leaves_all_out
 
     if not any(a.partition("=")[0].endswith("feature_norm") for a in arguments):
         experiments = add_fedavg_no_layer_norm(experiments)
     resources = RunResources(device, threads, workers, engine)
-    if seeds:
-        compare_seeds(experiments, parse_seeds(seeds), out, resources, Console())
+    if leaves_all_out(experiments):
+        if seed_list:
+            raise InputError(f"use either target=all or --seeds {seeds}, not both")
+        compare_targets(experiments, out, resources, Console())
+    elif seed_list:
+        from uefl.experiment.seeds import compare_seeds
+
+        compare_seeds(experiments, seed_list, out, resources, Console())
     else:
         compare_experiments(experiments, out, resources, Console())

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from uefl.cli.completion import complete_dataset
 from uefl.cli.options import SkipBadOption, StrictOption, add_flag_settings
 
 group = typer.Typer(help="Inspect images and silos.", no_args_is_help=True)
@@ -23,7 +24,10 @@ def data() -> None:
 
 @group.command()
 def show(
-    dataset: Annotated[str, typer.Argument(help="Data set, such as mnist5k; `uefl list data` lists them.")],
+    dataset: Annotated[
+        str,
+        typer.Argument(help="Data set, such as mnist5k; `uefl list data` lists them.", autocompletion=complete_dataset),
+    ],
     assignments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[FIELD=VALUE]...", help="Settings, such as partitioner=dirichlet-vhl alpha=0.3."),
@@ -61,10 +65,12 @@ def show(
     from uefl.data.preview import draw_silos, make_count_table
     from uefl.data.quality import collect_warnings
     from uefl.data.table_preview import draw_table_silos, make_column_table, make_silo_table
-    from uefl.experiment.settings import override_settings
+    from uefl.experiment.settings import find_assigned_paths, override_settings
 
     torch.set_num_threads(1)
-    config = override_settings(get_default_config(dataset, partitioner), settings)
+    defaults = get_default_config(dataset, partitioner)
+    config = override_settings(defaults, settings)
+    config.check_used(path[-1] for path in find_assigned_paths(defaults, settings))
     silos, images = config.load(seed)
     console, path = Console(), out or Path(f"{dataset}-silos.png")
     if images.table:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from uefl.cli.completion import complete_dataset, complete_topic
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -28,32 +30,42 @@ def register(app: typer.Typer) -> None:
 
 def list_topic(
     topic: Annotated[
-        str, typer.Argument(help="methods, data, partitioners, encoders, engines, or a method for its settings")
+        str,
+        typer.Argument(
+            help="methods, data, partitioners, encoders, engines, or a method for its settings",
+            autocompletion=complete_topic,
+        ),
+    ] = "",
+    data: Annotated[
+        str,
+        typer.Argument(help="Data set for which to show the settings of a method.", autocompletion=complete_dataset),
     ] = "",
 ) -> None:
-    """List what can be chosen, or all settings of a method.
+    """List what can be chosen, or all settings of a method on a data set.
 
     \b
     Examples:
       uefl list
       uefl list data
       uefl list uefl
+      uefl list uefl mnist
     """
     from rich.console import Console
 
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, PIPE_WIDTH)
-    print_topic(topic, console)
+    print_topic(topic, console, data)
 
 
-def print_topic(topic: str, console: Console) -> None:
-    """Print one topic, or all of them, or the settings of a method."""
+def print_topic(topic: str, console: Console, data: str = "") -> None:
+    """Print one topic, or all of them, or the settings of a method on a data set."""
     from uefl.algorithms import METHODS
     from uefl.core.errors import unknown_value_error
     from uefl.data import PARTITIONERS, SOURCES
     from uefl.engines import ENGINES
-    from uefl.models import ENCODERS
+    from uefl.experiment.parsing import DEFAULT_DATASET
+    from uefl.models import ENCODER_FAMILIES, ENCODERS
 
     registries: dict[str, Registry[Any]] = {
         "methods": METHODS,
@@ -62,13 +74,19 @@ def print_topic(topic: str, console: Console) -> None:
         "encoders": ENCODERS,
         "engines": ENGINES,
     }
+    if data:
+        METHODS.check_name(topic)
+        SOURCES.check_name(data)
     if topic in METHODS:
-        _print_settings(topic, console)
+        _print_settings(topic, data or DEFAULT_DATASET, console)
     elif topic and topic not in registries:
         raise unknown_value_error("topic", topic, (*registries, *METHODS))
     else:
         for title in [topic] if topic else registries:
             _print_entries(title, {name: registries[title].describe(name) for name in registries[title]}, console)
+            if title == "encoders":
+                families = {f"{name}:NAME": ENCODER_FAMILIES.describe(name) for name in ENCODER_FAMILIES}
+                _print_entries("families of encoders", families, console)
             if title == "methods":
                 _print_entries("methods with other settings", METHOD_VARIANTS, console)
 
@@ -83,20 +101,19 @@ def _print_entries(title: str, entries: Mapping[str, str], console: Console) -> 
     console.print()
 
 
-def _print_settings(method_name: str, console: Console) -> None:
+def _print_settings(method_name: str, data: str, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from uefl.experiment.parsing import DEFAULT_DATASET
     from uefl.experiment.recipes import make_experiment
 
-    console.print(f"Settings of {method_name} on {DEFAULT_DATASET}. Change any of them as field=value, or as")
+    console.print(f"Settings of {method_name} on {data}. Change any of them as field=value, or as")
     console.print("group.field=value where two groups have a field of that name.\n")
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("field", no_wrap=True)
     for heading, width in (("default", 13), ("type", 20), ("meaning", None)):
         table.add_column(heading, overflow="fold", max_width=width)
-    for group, rows in describe_settings(make_experiment(method_name, DEFAULT_DATASET)).items():
+    for group, rows in describe_settings(make_experiment(method_name, data)).items():
         table.add_row(f"[bold]{group or 'experiment'}[/bold]")
         for name, *cells in rows:
             table.add_row(f"  {name}", *(Text(cell) for cell in cells))

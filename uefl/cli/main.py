@@ -13,9 +13,10 @@ import typer
 from uefl import __version__, cli
 from uefl.core.errors import InputError, ResumableError
 
+INTERRUPTED = 130  # exit code after Ctrl-C
+
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="""Federated learning across silos whose data do not look alike.
@@ -28,12 +29,13 @@ unusually high uncertainty receive additional codewords.
   uefl run                         UEFL alone on the same digits
   uefl run uefl mnist gamma=0.2    another data set, one setting changed
   uefl list                        methods, data sets, partitioners, encoders, engines
-  uefl list uefl                   every setting of a method
+  uefl list uefl mnist             every setting of a method on a data set
   uefl data show mnist             a figure of the silos, before training
-  uefl show runs/…                 the table of a finished run
+  uefl show runs/*                 tables of finished runs, the state of the others
 
 Each run writes to its own folder in `runs/`. Results are never overwritten:
-repeating a command shows a finished run or resumes an unfinished one.""",
+repeating a command shows a finished run or resumes an unfinished one.
+`uefl --install-completion` lets Tab complete commands, methods and data sets.""",
 )
 
 
@@ -77,10 +79,19 @@ def main() -> None:
     except RuntimeError as e:
         if not _is_out_of_memory(e):
             raise
-        reason = str(e).partition(". ")[0]  # the rest is advice to developers
-        _exit(2, f"the device is out of memory ({reason}); reduce local.batch_size")
+        reason = str(e).splitlines()[0].partition(". ")[0]  # the rest is advice to developers
+        _exit(2, f"the device is out of memory ({reason}); reduce local.batch_size or the network")
     except KeyboardInterrupt:
-        _exit(130, "stopped; run the same command again to resume after the last completed round")
+        _exit(INTERRUPTED, _describe_interrupt())
+    except SystemExit as e:
+        if e.code == INTERRUPTED:  # typer's answer to Ctrl-C
+            _exit(INTERRUPTED, _describe_interrupt())
+        raise
+
+
+def _describe_interrupt() -> str:
+    resumes = sys.argv[1:2] in (["run"], ["compare"])
+    return "stopped; the same command resumes after the last completed round" if resumes else "stopped"
 
 
 def _exit(code: int, message: str) -> NoReturn:
@@ -90,7 +101,9 @@ def _exit(code: int, message: str) -> NoReturn:
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
     torch = sys.modules.get("torch")  # not imported here for the sake of commands that do without it
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if torch is None:
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # CUDA, CPU
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ from typing import Annotated
 
 import typer
 
+from uefl.cli.completion import complete_argument
+
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[METHOD] [DATA] [FIELD=VALUE]...",
         help="Method, data set and settings (see `uefl list`); by default, the embedded digits.",
+        autocompletion=complete_argument,
     ),
 ]
 OutputOption = Annotated[Path, typer.Option(help="Folder for run folders.")]
@@ -48,4 +51,5 @@ StrictOption = Annotated[
 
 def add_flag_settings(arguments: Sequence[str] | None, *, skip_bad: bool, strict: bool) -> list[str]:
     """Return the arguments with the flags appended as settings."""
-    return [*(arguments or []), *(["skip_bad=true"] if skip_bad else []), *(["strict=true"] if strict else [])]
+    flags = [*(["skip_bad=true"] if skip_bad else []), *(["strict=true"] if strict else [])]
+    return [*(arguments or []), *(flag for flag in flags if flag not in (arguments or []))]

@@ -41,6 +41,7 @@ def run(
       uefl run
       uefl run fedavg mnist seed=1
       uefl run uefl folder path=photos rounds=5 local.lr=3e-4
+      uefl run uefl folder path=photos partitioner=leave-one-domain-out target=all
     """
     from uefl.experiment.parsing import parse_experiments
 
@@ -50,5 +51,7 @@ def run(
     from rich.console import Console
 
     from uefl.experiment.comparison import RunResources, compare_experiments
+    from uefl.experiment.targets import compare_targets, leaves_all_out
 
-    compare_experiments(experiments, out, RunResources(device, threads, 1, engine), Console())
+    compare = compare_targets if leaves_all_out(experiments) else compare_experiments
+    compare(experiments, out, RunResources(device, threads, 1, engine), Console())

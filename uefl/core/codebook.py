@@ -34,6 +34,8 @@ def bypass_quantization(z: Tensor) -> QuantizedFeatures:
 
 def to_tokens(z: Tensor) -> Tensor:
     """Return an encoder's output, [B,d,h,w], [B,l,d] or [B,d], as tokens [B,l,d]."""
+    if not isinstance(z, Tensor):
+        raise InputError(f"an encoder must return one tensor [B,d,h,w], [B,l,d] or [B,d], not a {type(z).__name__}")
     if z.dim() == 4:
         return z.flatten(2).transpose(1, 2)
     if z.dim() == 2:

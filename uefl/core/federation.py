@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
 from uefl.core.client_model import ClientModel as ClientModel
 from uefl.core.client_model import Tensors as Tensors
+from uefl.core.errors import InputError
+from uefl.core.example_checks import check_fraction, check_train_size, convert_examples
 from uefl.core.noise import derive_key, permutation
 
 Split = Literal["train", "validation", "test"]
@@ -45,8 +48,8 @@ class Silo:
     def from_tensors(
         cls,
         name: str,
-        x: Tensor,
-        y: Tensor,
+        x: Tensor | NDArray[Any] | Sequence[Any],
+        y: Tensor | NDArray[Any] | Sequence[Any],
         *,
         domain: str = "",
         test_fraction: float = 0.2,
@@ -55,18 +58,30 @@ class Silo:
         public: Tensor | None = None,
         groups: Tensor | None = None,
     ) -> Silo:
-        """Split tensors into test examples and, of the rest, validation and training examples, drawn by the seed.
+        """Split examples into test examples and, of the rest, validation and training examples, drawn by the seed.
 
-        Examples of one group, such as a patient, stay together: `groups` [n] has equal integers for them.
+        Tensors, NumPy arrays and lists are accepted. Labels are class indices. Images of uint8 are scaled:
+        (x / 255 − 0.5) / 0.25; other inputs stay as they are. Examples of one group, such as a patient, stay together:
+        `groups` [n] has equal integers for them.
         """
-        ids = None if groups is None else torch.unique(groups, return_inverse=True)[1]
+        owner = f"silo {name}"
+        check_fraction(owner, "test_fraction", test_fraction)
+        check_fraction(owner, "validation_fraction", validation_fraction, allow_zero=True)
+        x, y = convert_examples(owner, x, y)
+        ids = None if groups is None else torch.unique(torch.as_tensor(groups), return_inverse=True)[1]
+        if ids is not None and len(ids) != len(y):
+            raise InputError(f"{owner}: groups has {len(ids)} entries, but there are {len(y)} examples")
         count = len(y) if ids is None else int(ids.max()) + 1
         order = permutation(derive_key(seed, name, addresses.SILO_SPLIT), count).to(y.device)
         num_test = round(count * test_fraction)
         num_held_out = num_test + round((count - num_test) * validation_fraction)
+        if not num_test:
+            kind = "examples" if ids is None else "groups"
+            raise InputError(f"{owner}: test_fraction={test_fraction} of {count} {kind} is none; one is needed")
         indices = [order[num_held_out:], order[num_test:num_held_out], order[:num_test]]
         if ids is not None:
             indices = [torch.isin(ids, chosen).nonzero()[:, 0] for chosen in indices]
+        check_train_size(owner, len(indices[0]))
         train, validation, test = (Examples(x[i], y[i]) for i in indices)
         return cls(name, train, validation, test, domain=domain, public=public)
 
@@ -217,6 +232,9 @@ class Method(Protocol):
 
     def client_state_names(self, net: nn.Module) -> Collection[str]:
         """Return names of the network's tensors that stay at the silo and are never sent."""
+
+    def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
+        """Return those names among the tensors that stay at the silo that predictions use."""
 
     def initial_client_state(self, net: nn.Module, noise_key: int) -> Tensors:
         """Return client state before the first training. Tensors it does not name start as the network's."""

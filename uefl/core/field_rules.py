@@ -35,17 +35,26 @@ def setting(
     in_run_id: bool = True,
     finite: bool = True,
     per_column: bool = False,
+    zero: str = "",
     **bounds: float,
 ) -> Any:
     """Return a dataclass field with a help text and bounds: `at_least`, `above`, `at_most`, `below`.
 
     Bounds apply to a number, or to every entry of a tuple. Numbers with a bound must be finite, unless `finite=False`.
-    A field with `in_run_id=False` does not change results and is not part of the run id. A field with `per_column=True`
-    is a tuple of entries `column=value`, which are set as `field.column=value`.
+    `zero` is what 0 means, for error messages. A field with `in_run_id=False` does not change results and is not part
+    of the run id. A field with `per_column=True` is a tuple of entries `column=value`, which are set as
+    `field.column=value`.
     """
     if wrong := bounds.keys() - RANGE_RULES.keys():
         raise TypeError(f"unknown bounds: {', '.join(sorted(wrong))}")
-    metadata = {"help": help_text, "in_run_id": in_run_id, "finite": finite, "per_column": per_column, "bounds": bounds}
+    metadata = {
+        "help": help_text,
+        "in_run_id": in_run_id,
+        "finite": finite,
+        "per_column": per_column,
+        "zero": zero,
+        "bounds": bounds,
+    }
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -58,7 +67,8 @@ def check_ranges(settings: Any) -> None:
         value = getattr(settings, declared.name)
         for number in value if isinstance(value, tuple) else (value,):
             if bounds and not all(RANGE_RULES[rule].accepts(number, bound) for rule, bound in bounds.items()):
-                raise InputError(f"{declared.name}={value} must be {describe_bounds(bounds)}")
+                zero = f"; 0 means {text}" if (text := declared.metadata["zero"]) else ""
+                raise InputError(f"{declared.name}={value} must be {describe_bounds(bounds)}{zero}")
             if bounds and declared.metadata["finite"] and isinstance(number, float) and not math.isfinite(number):
                 raise InputError(f"{declared.name}={value} must be {describe_bounds(bounds)} and finite")
 

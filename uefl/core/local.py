@@ -21,7 +21,7 @@ class LocalTraining:
     schedule: Literal["constant", "cosine", "step"] = setting(
         "constant", "Learning rate over all rounds: constant, a cosine to 0, or a tenth after each third."
     )
-    momentum: float = setting(0.9, "Momentum; used by sgd only.", at_least=0)
+    momentum: float = setting(0.9, "Momentum; used by sgd only.", at_least=0, below=1)
     weight_decay: float = setting(0.0, "Weight decay; 0 turns it off.", at_least=0)
     batch_size: int = setting(64, "Examples per training step.", at_least=1)
     epochs: int = setting(2, "Passes over a silo's training examples per round.", at_least=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 from uefl.core.codebook import count_codewords, perplexity
 from uefl.core.discrimination import Estimate, auprc, auroc, count_scores, has_both_classes, sensitivity_at
 from uefl.core.federation import Batch, ClientModel, Tensors, is_codeword_tensor
-from uefl.core.uncertainty import Uncertainty, brier_score, ece, estimate_uncertainty, nll, reliability_sums
+from uefl.core.uncertainty import Uncertainty, brier_score, compute_uncertainty, ece, nll, reliability_sums
 
 Metrics = dict[str, float]
 SCORE_COUNTS = "score_counts"  # sum: examples by class and score, for two classes
@@ -193,7 +193,7 @@ def compute_metric_sums(model: ClientModel, batch: Batch, mc_samples: int) -> Te
     outputs = BatchOutputs(
         batch.y,
         prediction.logits.softmax(-1).mean(0),
-        estimate_uncertainty(prediction.sampled_logits.softmax(-1)),
+        compute_uncertainty(prediction.sampled_logits.softmax(-1)),
         prediction.commitment_loss.detach(),
         prediction.codeword_indices,
         next((len(codewords) for name, codewords in model.params.items() if is_codeword_tensor(name)), 0),

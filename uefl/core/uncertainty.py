@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from uefl.core.errors import InputError
+
+PROBABILITY_TOLERANCE = 1e-2  # of the sum over classes; half precision rounds
 CALIBRATION_BINS = 15  # bins of confidence in the calibration histogram
 
 
@@ -31,6 +34,20 @@ def entropy(p: Tensor) -> Tensor:
 
 def estimate_uncertainty(p: Tensor) -> Uncertainty:
     """Estimate the uncertainty from the probabilities p [T, B, C] of sampled predictions."""
+    if p.dim() != 3:
+        raise InputError(f"p has shape {list(p.shape)}; it must be [samples, examples, classes]")
+    sums = p.sum(-1)
+    if p.numel() and not (float(p.min()) >= 0 and float((sums - 1).abs().max()) <= PROBABILITY_TOLERANCE):
+        wrong = float(p.min()) if float(p.min()) < 0 else float(sums.flatten()[(sums - 1).abs().argmax()])
+        kind = "the value" if wrong < 0 else "a sum over classes of"
+        raise InputError(
+            f"p contains {kind} {wrong:.4g}; it must hold probabilities, not logits: use logits.softmax(-1)"
+        )
+    return compute_uncertainty(p)
+
+
+def compute_uncertainty(p: Tensor) -> Uncertainty:
+    """Compute the uncertainty of probabilities [T, B, C] that need no check, also under `vmap`."""
     mean = p.mean(0)
     predictive, expected = entropy(mean), entropy(p).mean(0)
     return Uncertainty(mean, predictive, expected, (predictive - expected).clamp_min(0))  # rounding may give −ε

@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 import time
-import zlib
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from uefl.core.checksum import compute_checksum
 from uefl.core.errors import InputError
 from uefl.data.images import Images
 from uefl.data.readers.archives import walk_folder
@@ -53,7 +53,7 @@ def load(file: Path) -> Images | None:
         with safe_open(file, framework="pt") as cached:
             fields_json, checksum = json.loads((cached.metadata() or {})["images"])
             tensors = {name: cached.get_tensor(name) for name in cached.keys()}  # noqa: SIM118, not a dict
-        if checksum != _compute_checksum(fields_json, tensors):
+        if checksum != compute_checksum(fields_json, tensors):
             return None
         values: dict[str, Any] = json.loads(fields_json)
         return Images(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()} | tensors)
@@ -74,7 +74,7 @@ def store(images: Images, file: Path) -> None:
     try:
         temporary_file = temporary_folder / file.name
         save_file(
-            tensors, temporary_file, {"images": json.dumps([fields_json, _compute_checksum(fields_json, tensors)])}
+            tensors, temporary_file, {"images": json.dumps([fields_json, compute_checksum(fields_json, tensors)])}
         )
         temporary_file.chmod(0o600)
         _fsync_path(temporary_file)
@@ -92,14 +92,6 @@ def _list_files(folder: Path) -> list[tuple[str, int, int]]:
             status = os.stat(file, follow_symlinks=os.path.exists(file))  # the reader reports a dangling link
             rows.append((os.path.relpath(file, folder), status.st_size, status.st_mtime_ns))
     return rows
-
-
-def _compute_checksum(fields_json: str, tensors: dict[str, Tensor]) -> int:
-    """Compute a CRC-32, at gigabytes per second: it detects damage, not manipulation of the user's own files."""
-    checksum = zlib.crc32(fields_json.encode())
-    for name in sorted(tensors):
-        checksum = zlib.crc32(tensors[name].numpy().data, zlib.crc32(name.encode(), checksum))
-    return checksum
 
 
 def _fsync_path(path: Path) -> None:

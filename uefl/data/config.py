@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -9,18 +10,22 @@ from torch import Tensor
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Examples, Silo
 from uefl.core.field_rules import check_ranges, setting
+from uefl.core.memory import check_memory
 from uefl.data import PARTITIONERS, SOURCES
 from uefl.data.images import Images, resize_images, select_first_classes, select_rows, standardize_images
 from uefl.data.partitioners.groups import partition_groups
+from uefl.data.partitioners.leave_one_domain_out import get_named_domains
 from uefl.data.partitioners.partition import Partition
 from uefl.data.public_images import fit_images, mark_public_images
-from uefl.data.quality import warn_single_class_silos
+from uefl.data.quality import warn_separated_copies, warn_single_class_silos
 from uefl.data.shifts import NO_SHIFT, apply_shift, parse_shift
 from uefl.data.sources import read_images
 from uefl.data.table_config import TableConfig
 from uefl.data.table_format import TableFormat, compute_sums, scale_by_sums
 
+ALL_TARGETS = "all"  # every domain or site is left out in turn, each in a run of its own
 TEST_LABEL_DISTRIBUTIONS = ("global", "silo")
+_BYTES_PER_PIXEL = 4  # float32
 _LEAVE_ONE_OUT = ("leave-one-domain-out", "leave-one-domain-out-paired")
 
 
@@ -34,7 +39,9 @@ class DataConfig:
         "Folder, zip archive or CSV manifest to read; empty uses UEFL_DATA, the cache or a download.",
         in_run_id=False,
     )
-    image_size: int = setting(0, "Height and width to resize images to, in pixels; 0 keeps their size.", at_least=0)
+    image_size: int = setting(
+        0, "Height and width to resize images to, in pixels; 0 keeps their size.", at_least=0, at_most=4096
+    )
     num_classes: int = setting(0, "Number of classes to use, in class order; 0 uses all classes.", at_least=0)
     skip_bad: bool = setting(False, "Skip and count images that cannot be read, instead of stopping at the first.")
     strict: bool = setting(
@@ -58,7 +65,9 @@ class DataConfig:
     train_sizes: tuple[int, ...] = setting(
         (), "Training images of each silo for partitioner=domains; empty gives each train_per_silo.", at_least=1
     )
-    test_per_silo: int = setting(110, "Test images per silo; 0 divides all test images.", at_least=0)
+    test_per_silo: int = setting(
+        110, "Test images per silo (leave-one-domain-out: of the target); 0 divides all test images.", at_least=0
+    )
     test_fraction: float = setting(
         0.2,
         "Fraction of a silo's images used for testing, if the source has no test split and test_per_silo=0.",
@@ -84,7 +93,8 @@ class DataConfig:
     )
     classes_per_silo: int = setting(5, "Classes per silo for partitioner=pathological.", at_least=1)
     target: str = setting(
-        "", "Domain that leave-one-domain-out holds out for testing: one of shifts, or a domain of the source."
+        "",
+        "What leave-one-domain-out holds out: one of shifts, a domain or silo of the source, or `all` in turn.",
     )
 
     public_images: int = setting(
@@ -139,20 +149,34 @@ class DataConfig:
                 f"partitioner={self.partitioner}: num_silos={self.num_silos} must be one number, "
                 "the silos of all training domains together"
             )
-        if self.shifts and self.target not in self.shifts:
-            raise unknown_value_error("target", self.target, self.shifts)
+        if self.shifts and self.target not in (*self.shifts, ALL_TARGETS):
+            raise unknown_value_error("target", self.target, (*self.shifts, ALL_TARGETS))
+
+    def list_targets(self) -> list[str]:
+        """Return what leave-one-domain-out can hold out: the shifts, or the domains or silos of the source."""
+        return list(self.shifts) or list(get_named_domains(self.read_images())[0])
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raise an error if the user set a field that the partitioner ignores."""
+        for name in sorted(set(names) & PARTITIONERS[self.partitioner].ignored_settings):
+            users = [other for other in PARTITIONERS if name not in PARTITIONERS[other].ignored_settings]
+            raise InputError(
+                f"{name} has no effect with partitioner={self.partitioner}; it is used by {', '.join(users)}"
+            )
 
     def load(self, seed: int, images: Images | None = None) -> tuple[list[Silo], Images]:
         """Return the silos, and the images they were made from; several seeds may share images that were read once."""
         images = images or self.read_images()
-        silos = self.make_silos(images, seed)
+        partitions = self.make_partitions(images, seed)
+        silos = self._load_silos(partitions, images, seed)
+        copies = warn_separated_copies(partitions, images)
         if images.table:
             table = replace(images.table, classes=images.classes)
             table = scale_by_sums(table, [compute_sums(table, silo.train.x) for silo in silos])
             silos, images = [encode_silo(silo, table) for silo in silos], replace(images, table=table)
-        if self.strict and (warnings := warn_single_class_silos(silos)):
+        if self.strict and (warnings := copies + warn_single_class_silos(silos)):
             raise InputError(f"{warnings[0]} (strict)")
-        return silos, images
+        return silos, replace(images, warnings=(*images.warnings, *copies))
 
     def read_images(self, *, show_progress: bool = True) -> Images:
         """Read the images of the chosen classes; they are resized now or after the shift, as their source declares."""
@@ -171,9 +195,21 @@ class DataConfig:
 
     def make_silos(self, images: Images, seed: int) -> list[Silo]:
         """Divide these images among silos; all can read the same public images. Cells of a table are not scaled yet."""
-        partitions = self.make_partitions(images, seed)
+        return self._load_silos(self.make_partitions(images, seed), images, seed)
+
+    def _load_silos(self, partitions: list[Partition], images: Images, seed: int) -> list[Silo]:
+        if not images.table:
+            self._check_memory(partitions, images)
         public = self.load_public_images(images, seed)
         return [self._load_silo(partition, images, seed, public) for partition in partitions]
+
+    def _check_memory(self, partitions: list[Partition], images: Images) -> None:
+        num_images = sum(len(indices) for p in partitions for indices in (p.train, p.validation, p.test))
+        channels, height, width = images.x.shape[1:]
+        if self.image_size:
+            height = width = self.image_size
+        num_bytes = num_images * channels * height * width * _BYTES_PER_PIXEL
+        check_memory(num_bytes, f"{num_images} images of {height}×{width} pixels", "set a smaller image_size")
 
     def make_partitions(self, images: Images, seed: int) -> list[Partition]:
         """Return the indices of every silo's images without reading pixels; no silo gets a public image."""

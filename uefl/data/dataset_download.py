@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Sequence
 from http.client import HTTPException
@@ -19,8 +18,9 @@ def download_dataset(
     partial_folder = folder.with_name(f".{folder.name}.download")
     try:
         partial_folder.mkdir(parents=True, exist_ok=True)
-        with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that start together must not write the same .part file
+        from filelock import FileLock
+
+        with FileLock(folder.with_name(f".{folder.name}.lock")):  # two runs must not write the same .part file
             if folder.exists():
                 return folder
             for remote_file in remote_files:

@@ -14,4 +14,6 @@ def get_default_config(name: str, partitioner: str = "") -> DataConfig:
     if source.default_target and partitioner in ("domains", "leave-one-domain-out"):  # use the domains of the source
         target = source.default_target if partitioner == "leave-one-domain-out" else ""
         settings |= {"shifts": (), "num_silos": (), "target": target}
+    if source.default_settings.get("partitioner") == "natural" and partitioner == "leave-one-domain-out":
+        settings |= {"shifts": (), "num_silos": (), "target": ""}  # the source names its silos: leave one of them out
     return DataConfig(**{**settings, "name": name, "partitioner": partitioner})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,7 +72,10 @@ def _resize_block(x: Tensor, image_size: int) -> Tensor:
 
 
 def standardize_images(x: Tensor, images: Images) -> Tensor:
-    """Scale pixels to [0, 1], subtract the fixed mean of the data set and divide by its fixed deviation (D13)."""
-    mean = torch.tensor(images.mean).view(-1, 1, 1)
-    std = torch.tensor(images.std).view(-1, 1, 1)
-    return (x.float() / 255 - mean) / std
+    """Standardize pixels by the fixed constants of their data set (D13)."""
+    return standardize_pixels(x, images.mean, images.std)
+
+
+def standardize_pixels(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Scale pixels to [0, 1], subtract the mean of each channel and divide by its deviation."""
+    return (x.float() / 255 - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)

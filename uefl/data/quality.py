@@ -13,6 +13,7 @@ from torch import Tensor
 from uefl.core.errors import InputError
 from uefl.core.federation import Silo
 from uefl.data.images import Images, select_rows
+from uefl.data.partitioners.partition import Partition
 from uefl.data.readers.context import ReadContext, sanitize_line
 
 _MAX_NAMES = 5
@@ -31,8 +32,7 @@ def check_images(images: Images, context: ReadContext) -> Images:
 
 def collect_warnings(silos: Sequence[Silo], images: Images) -> list[str]:
     """Return one line per kind of problem of the images and of the silos made from them."""
-    skipped = [f"{images.num_skipped} bad items were skipped"] if images.num_skipped else []
-    return [*skipped, *images.warnings, *images.notes, *warn_single_class_silos(silos)]
+    return [*images.warnings, *images.notes, *warn_single_class_silos(silos)]
 
 
 def warn_single_class_silos(silos: Sequence[Silo]) -> list[str]:
@@ -79,10 +79,8 @@ def _warn_train_test_duplicates(images: Images) -> list[str]:
     """Count test images that are exact copies of training images, by a hash of their pixels."""
     if not images.is_test.any() or images.is_test.all():
         return []
-    hashes = [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in images.x.numpy()]
-    is_test = images.is_test.tolist()
-    train_hashes = {row_hash for row_hash, test in zip(hashes, is_test, strict=True) if not test}
-    count = sum(row_hash in train_hashes for row_hash, test in zip(hashes, is_test, strict=True) if test)
+    train_hashes = set(_hash_pixels(images.x[~images.is_test]))
+    count = sum(pixels in train_hashes for pixels in _hash_pixels(images.x[images.is_test]))
     return [f"{count} test images also occur in the training split"] if count else []
 
 
@@ -99,6 +97,27 @@ def _warn_separated_groups(images: Images) -> list[str]:
         count = sum(number > 1 for number in Counter(group for group, _ in owners).values())
         lines += [f"{count} groups occur in {kind} of the source"] if count else []
     return lines
+
+
+def warn_separated_copies(partitions: Sequence[Partition], images: Images) -> list[str]:
+    """Count test images whose copies a split that is drawn here has put among the training images.
+
+    Copies across the splits of the source itself are counted when it is read.
+    """
+    train = torch.cat([indices for p in partitions for indices in (p.train, p.validation)])
+    test = torch.cat([p.test for p in partitions])
+    test = test[~torch.isin(test, train)]  # some partitioners show the same images to several silos by design
+    count = 0
+    for is_test in (False, True):
+        own_train, own_test = (indices[images.is_test[indices] == is_test] for indices in (train, test))
+        if len(own_train) and len(own_test):
+            train_hashes = set(_hash_pixels(images.x[own_train]))
+            count += sum(pixels in train_hashes for pixels in _hash_pixels(images.x[own_test]))
+    return [f"{count} test images are copies of training images, which the split separated"] if count else []
+
+
+def _hash_pixels(x: Tensor) -> list[bytes]:
+    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in x.numpy()]
 
 
 def _join_first_names(names: Sequence[str]) -> str:

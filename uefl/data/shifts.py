@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,16 +71,29 @@ def rotate_hue(x: Tensor, degrees: float) -> Tensor:
 
 
 ShiftFunction = Callable[[Tensor, list[float], Sequence[int]], Tensor]
-SHIFTS: dict[str, tuple[ShiftFunction, int, str]] = {  # function, number of values, their meaning
-    "rotate": (lambda x, v, _: rotate_images(x, v[0]), 1, "degrees counter-clockwise"),
-    "rotate-nearest": (lambda x, v, _: rotate_images(x, v[0], "nearest"), 1, "degrees counter-clockwise"),
-    "noise": (lambda x, v, keys: add_noise(x, v[0], keys), 1, "standard deviation, pixels are 0 to 255"),
-    "blur": (lambda x, v, _: blur_images(x, v[0]), 1, "standard deviation in pixels, greater than 0"),
-    "contrast": (lambda x, v, _: scale_contrast(x, v[0]), 1, "factor"),
-    "color": (lambda x, v, _: scale_channels(x, *v), 3, "gains red/green/blue"),
-    "hue": (lambda x, v, _: rotate_hue(x, v[0]), 1, "degrees from red toward green"),
+
+
+class Shift(NamedTuple):
+    """A kind of shift: its function and the values that it takes."""
+
+    apply: ShiftFunction
+    meaning: str
+    limit: float  # largest value; beyond it, a value is a typing error
+    num_values: int = 1
+    is_signed: bool = False
+
+
+SHIFTS = {
+    "rotate": Shift(lambda x, v, _: rotate_images(x, v[0]), "degrees counter-clockwise", 360, is_signed=True),
+    "rotate-nearest": Shift(
+        lambda x, v, _: rotate_images(x, v[0], "nearest"), "degrees counter-clockwise", 360, is_signed=True
+    ),
+    "noise": Shift(lambda x, v, keys: add_noise(x, v[0], keys), "standard deviation, pixels are 0 to 255", 255),
+    "blur": Shift(lambda x, v, _: blur_images(x, v[0]), "standard deviation in pixels, greater than 0", 1000),
+    "contrast": Shift(lambda x, v, _: scale_contrast(x, v[0]), "factor", 255),
+    "color": Shift(lambda x, v, _: scale_channels(x, *v), "gains red/green/blue", 255, num_values=3),
+    "hue": Shift(lambda x, v, _: rotate_hue(x, v[0]), "degrees from red toward green", 360, is_signed=True),
 }
-_SIGNED_SHIFTS = ("rotate", "rotate-nearest", "hue")
 _COLOR_SHIFTS = ("color", "hue")
 NO_SHIFT = "none"
 
@@ -92,16 +106,18 @@ def parse_shift(shift: str) -> list[tuple[str, list[float]]]:
 def _parse_step(shift: str, text: str) -> tuple[str, list[float]]:
     name, _, value = text.partition(":")
     if name not in SHIFTS:
-        known = [NO_SHIFT, *(f"{name}:<{meaning}>" for name, (_, _, meaning) in SHIFTS.items())]
+        known = [NO_SHIFT, *(f"{name}:<{kind.meaning}>" for name, kind in SHIFTS.items())]
         raise unknown_value_error("shift", shift, known)
-    _, count, meaning = SHIFTS[name]
+    kind = SHIFTS[name]
+    least = -kind.limit if kind.is_signed else 0
     try:
         values = [float(v) for v in value.split("/")]
     except ValueError:
         values = []
-    is_valid = len(values) == count and all(math.isfinite(v) and (v >= 0 or name in _SIGNED_SHIFTS) for v in values)
+    is_valid = len(values) == kind.num_values and all(least <= v <= kind.limit for v in values)
     if not is_valid or (name == "blur" and values[0] == 0):
-        raise InputError(f"shift '{shift}': invalid value '{value}' of {name}; it takes: {meaning}")
+        takes = f"{kind.meaning}, from {least:g} to {kind.limit:g}"
+        raise InputError(f"shift '{shift}': invalid value '{value}' of {name}; it takes: {takes}")
     return name, values
 
 
@@ -115,7 +131,7 @@ def apply_shift(x: Tensor, shift: str, seed: int, indices: Tensor) -> Tensor:
         address = addresses.SHIFTS.get(name, name)
         keys = [derive_key(seed, addresses.IMAGE_SHIFT, number, address, index) for index in indices.tolist()]
         blocks = [slice(i, i + _IMAGES_PER_BLOCK) for i in range(0, len(x), _IMAGES_PER_BLOCK)]
-        x = torch.cat([SHIFTS[name][0](x[block], values, keys[block]) for block in blocks])
+        x = torch.cat([SHIFTS[name].apply(x[block], values, keys[block]) for block in blocks])
     return x
 
 

@@ -75,6 +75,8 @@ def read_images(
 
 def _read_source(name: str, source: Source, path: str, context: ReadContext) -> Images:
     if source.is_embedded:
+        if path:
+            raise InputError(f"path={path} has no effect: {name} is embedded; use the data set folder for own images")
         images = source.reader(Path(), context)
     else:
         path_found = _locate_source(name, source, path, context.show_progress)

@@ -18,6 +18,18 @@ from uefl.engines.stacked.vmap_overrides import VmapOverrides
 MIN_STEPS_TO_COMPILE = 8000  # steps of a run; with fewer, compiling costs more time than it saves
 
 
+def check_device(device: str) -> None:
+    """Raise an error that names the available devices unless a device is one of them."""
+    if device not in list_devices():
+        raise InputError(f"device={device} is not available; available devices: {', '.join(list_devices())}")
+
+
+def list_devices() -> list[str]:
+    """Return the devices of this machine."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(["cuda"] if count else []), *(f"cuda:{i}" for i in range(count))]
+
+
 def choose_engine(
     name: str, device: str, net: nn.Module, silos: Sequence[Silo], local: LocalTraining, total_rounds: int
 ) -> str:

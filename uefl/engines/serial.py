@@ -32,7 +32,7 @@ from uefl.core.federation import (
     iterate_batch_slices,
     size_in_bytes,
 )
-from uefl.core.noise import derive_key, permutation, salt_noise_layers, set_noise_key
+from uefl.core.noise import NoiseLayer, derive_key, permutation, salt_noise_layers, set_noise_key
 from uefl.engines.optimizer import NamedOptimizer
 
 OPTIMIZER_PREFIX = "optimizer."  # of optimizer state within the client state
@@ -175,6 +175,12 @@ class SerialEngine:
         """Return the noise key of an address at this silo."""
         return derive_key(self.seed, name, *address)
 
+    def get_personal_tensors(self, method: Method, broadcast: Broadcast) -> dict[str, Tensors]:
+        """Return by silo the tensors of its own that predictions use."""
+        return collect_personal_tensors(
+            method, self.net, broadcast, self.seed, self.client_states, self.initial_tensors
+        )
+
     def _make_client_state(self, method: Method, name: str) -> Tensors:
         """Return the state of a client that has not trained yet, or that lost its state."""
         noise_key = self._derive_key(name, addresses.INITIAL_CLIENT_STATE)
@@ -282,15 +288,43 @@ class SerialEngine:
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def _seed_noise(self, noise_key: int) -> None:
-        """Set the key of our noise layers, and torch's generators for other random layers of a network."""
-        set_noise_key(self._noise_layers, noise_key)
-        torch.default_generator.manual_seed(noise_key)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(noise_key)
+        seed_noise(self._noise_layers, noise_key, self.device)
 
     def _fork_rng(self) -> AbstractContextManager[None]:
-        """Return a context that restores the user's torch generators on exit."""
-        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        return fork_rng(self.device)
+
+
+def seed_noise(layers: Sequence[NoiseLayer], noise_key: int, device: torch.device) -> None:
+    """Set the key of our noise layers, and torch's generators for other random layers of a network."""
+    set_noise_key(layers, noise_key)
+    torch.default_generator.manual_seed(noise_key)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(noise_key)
+
+
+def fork_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context that restores the user's torch generators on exit."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def collect_personal_tensors(
+    method: Method,
+    net: nn.Module,
+    broadcast: Broadcast,
+    seed: int,
+    client_states: Mapping[str, Tensors],
+    initial_tensors: Tensors,
+) -> dict[str, Tensors]:
+    """Return by silo the tensors of its own that predictions use, also of silos that have not trained."""
+    names = method.personal_tensor_names(net)
+    personal_tensors = {}
+    for silo_name, access_row in zip(broadcast.silo_names, broadcast.access) if names else ():
+        noise_key = derive_key(seed, silo_name, addresses.INITIAL_CLIENT_STATE)
+        state = client_states.get(silo_name) or method.initial_client_state(net, noise_key)
+        received = gather_accessible_rows(broadcast.model_state, access_row)
+        state = {**state, **method.initialize_client(initial_tensors, received, state)}
+        personal_tensors[silo_name] = {n: state.get(n, initial_tensors[n]).to(initial_tensors[n]) for n in names}
+    return personal_tensors
 
 
 def copy_to_device(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

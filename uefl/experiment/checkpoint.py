@@ -1,10 +1,8 @@
-"""Safetensors files of a run: the checkpoint (server and client states) and the trained model."""
+"""Safetensors files: tensors by owner, and the checkpoint of a run (server and client states)."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +10,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from uefl.core.aggregate import find_non_finite
-from uefl.core.errors import ResumableError
+from uefl.core.checksum import compute_checksum
+from uefl.core.errors import InputError, ResumableError
 from uefl.core.federation import ServerState, Tensors
 from uefl.engines.serial import to_channels_last
-from uefl.experiment.files import open_replacement
+from uefl.experiment.files import write_bytes
 from uefl.experiment.run_folder import RunFolder
 
+METADATA_KEY, CHECKSUM_KEY = "uefl", "checksum"  # of a file: its JSON values, and one of them
 SCALAR_FIELDS = ("round", "iteration", "is_codebook_final", "open_record")
 
 
@@ -57,7 +57,10 @@ class NamedTensors:
 
 
 def save_checkpoint(path: Path, server: ServerState, client_states: dict[str, Tensors]) -> None:
-    """Save the server and the client states in one step; a state that is not finite never replaces a checkpoint."""
+    """Save the server and the client states in one step, and keep the checkpoint before.
+
+    A state that is not finite never replaces a checkpoint.
+    """
     for owner, state in (("model", server.model_state), ("method state", server.method_state)):
         if name := find_non_finite(state):
             raise ResumableError(
@@ -71,7 +74,8 @@ def save_checkpoint(path: Path, server: ServerState, client_states: dict[str, Te
         "model_state_order": list(server.model_state),
         "method_state_on_device": [name for name, t in server.method_state.items() if t.device.type != "cpu"],
     }
-    save_tensors(path, {RunFolder.ACCESS: server.access, **tensors}, metadata)
+    keep = RunFolder.get_previous_path(path)
+    save_tensors(path, {RunFolder.ACCESS: server.access, **tensors}, metadata, keep_as=keep)
 
 
 def load_checkpoint(path: Path, device: torch.device | str) -> tuple[ServerState, dict[str, Tensors]]:
@@ -89,30 +93,23 @@ def load_checkpoint(path: Path, device: torch.device | str) -> tuple[ServerState
     return server, {s: {n: t.to(device) for n, t in state.items()} for s, state in tensors.client_states.items()}
 
 
-def save_model(path: Path, server: ServerState, client_states: dict[str, Tensors], metadata: Mapping[str, Any]) -> None:
-    """Save what predictions need: the model, the ledger of codewords and the client states."""
-    tensors = NamedTensors(server.model_state, client_states=client_states).to_flat()
-    save_tensors(
-        path, {RunFolder.ACCESS: server.access, **tensors}, {"silo_names": list(server.silo_names), **metadata}
-    )
-
-
-def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, Any]) -> None:
-    """Save tensors and JSON values as a safetensors file, in one step."""
+def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, Any], *, keep_as: Path | None = None) -> None:
+    """Save tensors and JSON values with a checksum as a safetensors file, in one step; `keep_as` keeps the old one."""
     flat = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    with open_replacement(path) as temporary:
-        try:
-            save_file(flat, temporary, metadata={"uefl": json.dumps(metadata, sort_keys=True)})
-        except SafetensorError as e:
-            match = re.search(r"os error (\d+)", str(e))
-            if match is None:
-                raise
-            number = int(match[1])  # such as a full disk, which every other file reports as an OSError
-            raise OSError(number, os.strerror(number), str(path)) from e
+    values = {**metadata, CHECKSUM_KEY: compute_checksum(json.dumps(metadata, sort_keys=True), flat)}
+    # One text: safetensors writes several in random order, and equal runs must have equal bytes.
+    write_bytes(path, save(flat, {METADATA_KEY: json.dumps(values, sort_keys=True)}), keep_as=keep_as)
 
 
 def load_tensors(path: Path) -> tuple[Tensors, dict[str, Any]]:
-    """Load the tensors and values of a file that `save_tensors` wrote."""
-    with safe_open(path, framework="pt") as file:
-        metadata = json.loads(file.metadata()["uefl"])
-        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+    """Load the tensors and values of a file that `save_tensors` wrote; a damaged file is an `InputError`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads(file.metadata()[METADATA_KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        checksum = metadata.pop(CHECKSUM_KEY, None)  # files of earlier versions have none
+        if checksum not in (None, compute_checksum(json.dumps(metadata, sort_keys=True), tensors)):
+            raise ValueError("its checksum does not match")
+        return tensors, metadata
+    except (SafetensorError, KeyError, TypeError, ValueError) as e:
+        raise InputError(f"{path} is damaged ({str(e).splitlines()[0] if str(e) else type(e).__name__})") from None

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from uefl.core.errors import InputError
+from uefl.engines.choosing import check_device
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import ensure_writable_folder, write_text
 from uefl.experiment.parallel_runs import run_in_parallel
@@ -59,8 +60,7 @@ def run_experiments(
 ) -> dict[str, Path]:
     """Run experiments, each in its own folder, and show their progress."""
     device, threads, workers, engine = resources
-    if device not in _list_devices():
-        raise InputError(f"device={device} is not available; available devices: {', '.join(_list_devices())}")
+    check_device(device)
     if threads < 1:
         raise InputError(f"threads={threads} must be at least 1")
     if workers < 0:
@@ -75,11 +75,6 @@ def run_experiments(
         return run_in_parallel(
             experiments, out, workers=workers, device=device, engine=engine, on_event=display.on_event
         )
-
-
-def _list_devices() -> list[str]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return ["cpu", *(["cuda"] if count else []), *(f"cuda:{i}" for i in range(count))]
 
 
 def create_comparison_folder(folders: Mapping[str, Path], out: Path) -> Path:

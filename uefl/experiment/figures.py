@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from uefl.core.metrics import mean_metric, select_table_metrics
-from uefl.experiment.files import open_replacement
+from uefl.experiment.files import write_bytes
 from uefl.experiment.records import Record, count_new_codewords, list_uncertain_silos
 
 
@@ -37,5 +38,6 @@ def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
         axes.set_ylabel(f"{metric.label}  mean {metric.description}")
         axes.grid(alpha=0.3)
     figure.axes[0].legend(loc="lower right", framealpha=0.9)
-    with open_replacement(path) as temporary:
-        figure.savefig(temporary, dpi=130, format="png")
+    contents = io.BytesIO()
+    figure.savefig(contents, dpi=130, format="png")
+    write_bytes(path, contents.getvalue())

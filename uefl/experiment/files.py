@@ -10,7 +10,9 @@ from pathlib import Path
 
 from uefl.core.errors import InputError, ResumableError
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+# By name, since Windows lacks some of them.
+_DISK_ERROR_NAMES = ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EIO", "EFBIG")
+DISK_ERRORS = {getattr(errno, name) for name in _DISK_ERROR_NAMES if hasattr(errno, name)}
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600  # readable by the owner only
 
 
@@ -38,27 +40,46 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        if e.errno not in DISK_ERRORS:
+        if e.errno is None or e.errno not in DISK_ERRORS:
             raise
         reason = os.strerror(e.errno).lower()
         raise ResumableError(f"cannot write to {folder}: {reason}; run the same command again to resume") from e
 
 
+@contextmanager
+def explain_write_errors(folder: Path) -> Iterator[None]:
+    """Turn a full disk or a read-only folder into an error of one line; what is complete stays."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno is None or e.errno not in DISK_ERRORS:
+            raise
+        raise InputError(
+            f"cannot write to {folder}: {os.strerror(e.errno).lower()}; completed rounds are kept, "
+            "and the same command resumes after them"
+        ) from None
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a text file in one step."""
-    with open_replacement(path) as temporary:
-        temporary.write_text(text)
+    write_bytes(path, text.encode())
 
 
-@contextmanager
-def open_replacement(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces a file after the block; a block that fails leaves the file as it was."""
+def write_bytes(path: Path, contents: bytes, *, keep_as: Path | None = None) -> None:
+    """Replace a file in one step; a write that fails leaves the old version and no temporary file.
+
+    With `keep_as`, the old version gets that name. A kill between the two steps leaves it there.
+    """
     temporary = make_temporary_path(path)
     try:
-        yield temporary
+        temporary.write_bytes(contents)
+        if keep_as and path.exists():
+            flush_file(temporary)
+            os.replace(path, keep_as)
         replace_file(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # on a full disk, the incomplete file would keep the last space
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def make_temporary_path(path: Path) -> Path:
@@ -66,13 +87,19 @@ def make_temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
+def flush_file(path: Path) -> None:
+    """Wait until a file is on the disk."""
+    with path.open("rb+") as file:  # for writing, as Windows requires
+        os.fsync(file.fileno())
+
+
 def replace_file(temporary: Path, path: Path) -> None:
     """Move a complete file to its place: on the disk first, so that a crash cannot leave an empty one."""
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
+    flush_file(temporary)
     temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    if os.name == "posix":  # elsewhere, a folder cannot be opened
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

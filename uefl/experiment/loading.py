@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from uefl.algorithms import METHODS
-from uefl.core.errors import InputError, unknown_value_error
-from uefl.core.federation import gather_accessible_rows
-from uefl.engines.serial import copy_into_network
-from uefl.experiment.checkpoint import NamedTensors, load_tensors
-from uefl.experiment.experiment import Experiment
-from uefl.experiment.run_folder import RunFolder, check_results_format
-from uefl.experiment.settings import from_dict
-from uefl.models.model_config import ModelConfig
+from uefl.algorithms.fedavg import FedAvg
+from uefl.core.errors import InputError
+from uefl.engines.choosing import check_device
+from uefl.experiment.run_folder import RunFolder
+from uefl.experiment.silo_models import SiloModels
+from uefl.experiment.trained_model import TrainedModel
 
 
-def load(path: str | Path, silo_name: str = "") -> nn.Module:
-    """Load the network of a `model.safetensors` with a silo's codewords; without a silo, with those all silos share."""
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such model file")
-    flat, metadata = load_tensors(Path(path))
-    check_results_format(metadata, Path(path))
-    silo_names, access, tensors = metadata["silo_names"], flat[RunFolder.ACCESS], NamedTensors.from_flat(flat)
-    if silo_name and silo_name not in silo_names:
-        raise unknown_value_error("silo", silo_name, silo_names)
-    access_row = access[silo_names.index(silo_name)] if silo_name else access.all(0)
-    experiment = _read_experiment(metadata)
-    net = experiment.build_network(tuple(metadata["input_shape"]), len(metadata["class_names"]))
-    names = dict(net.named_parameters()) | dict(net.named_buffers())
-    client_state = {n: t for n, t in tensors.client_states.get(silo_name, {}).items() if n in names}
-    received, stored = gather_accessible_rows(tensors.model_state, access_row), tensors.client_states.get(silo_name, {})
-    initialized = experiment.method.initialize_client(net.state_dict(), received, stored)
-    copy_into_network(net, {**received, **initialized, **client_state})
-    return net.eval()
+def load(
+    path: str | Path,
+    silo: str = "",
+    *,
+    encoder: nn.Module | None = None,
+    method: FedAvg | None = None,
+    device: str = "cpu",
+) -> TrainedModel:
+    """Load the model of a silo from a run folder or a model file; without a silo, the one that all silos share.
+
+    `encoder` and `method` are needed only for those of your own, which a file cannot hold.
+    """
+    check_device(device)
+    return open_models(path, encoder, method).build(silo, device)
 
 
-def _read_experiment(metadata: dict[str, Any]) -> Experiment:
-    config = metadata["experiment"]
-    method = from_dict(METHODS[config["name"]], config["method"])
-    model = from_dict(ModelConfig, {**config["model"], "pretrained_weights": ""})
-    return Experiment(method=method, model=model, seed=config["seed"])
+def open_models(path: str | Path, encoder: nn.Module | None = None, method: FedAvg | None = None) -> SiloModels:
+    """Read the models of all silos from a run folder or a model file."""
+    return SiloModels.read(find_model_file(Path(path)), encoder, method)
+
+
+def find_model_file(path: Path) -> Path:
+    """Return the model file that a path names, or that is in the folder that it names."""
+    if path.is_file():
+        return path
+    folder = RunFolder(path)
+    if folder.model_path.is_file():
+        return folder.model_path
+    if folder.has_header:
+        raise InputError(f"{path} is unfinished and has no model; run the original command again to resume it")
+    raise InputError(f"{path}: no such model file, and no folder with a {folder.MODEL_FILE}")

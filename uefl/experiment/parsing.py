@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from uefl.algorithms import METHODS
 from uefl.core.errors import InputError
 from uefl.data import PARTITIONERS, SOURCES
-from uefl.experiment.settings import has_setting, override_settings
-from uefl.models import ENCODERS
+from uefl.experiment.settings import find_assigned_paths, has_setting, override_settings
+from uefl.models import check_encoder
 
 if TYPE_CHECKING:
     from uefl.experiment.experiment import Experiment
@@ -34,7 +34,7 @@ def parse_experiments(arguments: Sequence[str], default_methods: Sequence[str], 
     if partitioner:
         PARTITIONERS.check_name(partitioner)
     if encoder:
-        ENCODERS.check_name(encoder)
+        check_encoder(encoder)
     from uefl.experiment.recipes import make_experiment
 
     experiments = {
@@ -50,7 +50,24 @@ def parse_experiments(arguments: Sequence[str], default_methods: Sequence[str], 
         for name in methods or default_methods
     }
     rest = [a for a in assignments if a != "codebook=on"]
-    return {name: override_settings(e, _select_applicable(e, rest, experiments)) for name, e in experiments.items()}
+    return {name: _override(e, _select_applicable(e, rest, experiments)) for name, e in experiments.items()}
+
+
+def _override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
+    """Change settings; a setting of the data that the partitioner ignores is an error."""
+    changed = override_settings(experiment, assignments)
+    paths = find_assigned_paths(experiment, assignments)
+    changed.data.check_used(path[-1] for path in paths if path[0] == "data")
+    return changed
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Parse a comma-separated list of seeds."""
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"seeds='{text}' is not a list of whole numbers such as 0,1,2") from None
+    return list(dict.fromkeys(seeds))
 
 
 def get_assigned_value(assignments: Sequence[str], name: str) -> str:

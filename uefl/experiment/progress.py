@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from uefl.core.metrics import mean_metric, select_table_metrics
+from uefl.experiment.chance import is_at_chance, mean_accuracy
+from uefl.experiment.plan import describe_seconds
 from uefl.experiment.records import count_new_codewords, list_uncertain_silos
 from uefl.experiment.report import describe_decision
 from uefl.experiment.run import Event
@@ -30,6 +32,7 @@ class ProgressDisplay:
             disable=not console.is_terminal,
         )
         self.tasks: dict[str, TaskID] = {}
+        self.data_warnings: set[str] = set()
         self.run_states: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> ProgressDisplay:
@@ -43,12 +46,21 @@ class ProgressDisplay:
         """Show one event of a run."""
         if run not in self.tasks:
             self.tasks[run] = self.progress.add_task("", total=None, run=run, status="loading data", time_left="")
-            self.run_states[run] = {"iteration": 0, "silo": "", "metrics_text": "", "round": 0, "first_round": 0}
+            self.run_states[run] = {
+                "iteration": 0,
+                "silo": "",
+                "metrics_text": "",
+                "round": 0,
+                "first_round": 0,
+                "header": {},
+            }
         handlers = {
             "start": self._on_start,
+            "plan": self._on_plan,
             "warning": self._on_warning,
             "finished": self._on_finished,
             "silo": self._on_silo,
+            "trained": self._on_trained,
             "round": self._on_round,
         }
         if handler := handlers.get(event["kind"]):
@@ -60,13 +72,26 @@ class ProgressDisplay:
             "total_rounds": total_rounds,
             "round": round_number,
             "start_time": time.monotonic(),
+            "header": event.get("header", {}),
             "first_round": round_number,
         }
         if round_number:
             self.console.print(f"{run}: resumed after round {round_number} of {total_rounds}")
         self.progress.update(self.tasks[run], total=total_rounds, completed=round_number)
 
+    def _on_plan(self, run: str, event: Event) -> None:
+        self.console.print(
+            f"{run}: {event['num_images']} images, {event['num_silos']} silos, {event['num_parameters']} parameters, "
+            f"{event['num_rounds']} rounds; estimated time: {describe_seconds(event['seconds'])}",
+            soft_wrap=True,
+        )
+
     def _on_warning(self, run: str, event: Event) -> None:
+        if event.get("about") == "data":  # the same for all runs of a comparison: once
+            if event["message"] not in self.data_warnings:
+                self.data_warnings.add(event["message"])
+                self.console.print(f"warning: {event['message']}", style="yellow", soft_wrap=True, markup=False)
+            return
         self.console.print(f"{run}: warning: {event['message']}", style="yellow", soft_wrap=True, markup=False)
 
     def _on_finished(self, run: str, event: Event) -> None:
@@ -80,6 +105,16 @@ class ProgressDisplay:
         self.run_states[run]["silo"] = f"{event['silo']} {event['activity']}"
         self._refresh(run)
 
+    def _on_trained(self, run: str, event: Event) -> None:
+        """Show the first round without a terminal, where nothing else moves."""
+        if not self.console.is_terminal:
+            total = self.run_states[run]["total_rounds"]
+            self.console.print(
+                f"{run}: round {event['round']}/{total} trained in {describe_seconds(event['seconds'])}; "
+                "its metrics follow with the next round",
+                soft_wrap=True,
+            )
+
     def _on_round(self, run: str, event: Event) -> None:
         record, state = event["record"], self.run_states[run]
         round_number, silos = record["round"], record["silos"]
@@ -92,7 +127,10 @@ class ProgressDisplay:
             count = record["initial_codewords"]
             self.console.print(f"{run}: after round {round_number}, an initial codebook of {count} codewords")
         if record.get("has_decision"):
-            decision = describe_decision(round_number, list_uncertain_silos(record), count_new_codewords(record))
+            is_untrained = bool(state["header"]) and is_at_chance(mean_accuracy(record), state["header"])
+            decision = describe_decision(
+                round_number, list_uncertain_silos(record), count_new_codewords(record), is_untrained=is_untrained
+            )
             self.console.print(f"{run}: {decision}", soft_wrap=True)
         for name, silo in silos.items():
             if "rejected" in silo:

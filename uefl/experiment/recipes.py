@@ -76,6 +76,11 @@ def _apply_default(experiment: Experiment) -> Experiment:
         )
         method = replace(method, **TABLE_BUDGET, local=method.adapt_local_training(local), codebook=codebook)
         return replace(experiment, method=method, model=ModelConfig(encoder="mlp", width=64, hidden_size=32))
+    if name == "folder":  # own images: rounds of seconds, and a small network (docs/log.md)
+        local = LocalTraining(lr=2e-3, batch_size=64, epochs=1)
+        codebook = method.codebook and replace(method.codebook, commitment_weight=0.01)
+        method = replace(method, **DEMO_BUDGET, local=method.adapt_local_training(local), codebook=codebook)
+        return replace(experiment, method=method, model=ModelConfig(width=16, hidden_size=128))
     if name in COLOR_DATASETS:
         local = LocalTraining(lr=1e-4, batch_size=64, epochs=3)
         codebook = method.codebook and replace(method.codebook, segments=16)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from uefl.core.errors import InputError
 from uefl.core.metrics import METRICS, TABLE_METRICS, TWO_CLASS_METRICS, find_worst, mean_metric
 
 Record = dict[str, Any]
-DEFAULT_AGGREGATION = "mean of last 5"  # what tables show
+NUM_LAST_ROUNDS = 5
+DEFAULT_AGGREGATION = f"mean of last {NUM_LAST_ROUNDS}"  # what tables show
 AGGREGATIONS = ("last", DEFAULT_AGGREGATION, "best by validation")
 TWO_CLASS_NAMES = {metric.name for metric in METRICS if metric.num_classes}
 REPORTED_METRICS = (*(metric.name for metric in METRICS if metric.in_summary), "code_loss", "num_codewords")
@@ -31,15 +33,39 @@ def read_records(path: Path) -> list[Record]:
     """Read all complete lines; a line that a killed process left incomplete is dropped."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # text after the last line break is incomplete
+    lines = path.read_bytes().split(b"\n")[:-1]  # text after the last line break is incomplete
+    return [_parse_record(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _parse_record(path: Path, number: int, line: bytes) -> Record:
+    try:
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError("not a table of values")
+    except ValueError as e:
+        raise InputError(
+            f"{path} is damaged in line {number} ({e}); restore it, or move the run folder away to start again"
+        ) from None
+    return record
+
+
+def read_first_records(path: Path, num_rounds: int) -> list[Record]:
+    """Read the records of the first rounds, all of which must be there."""
+    records = [record for record in read_records(path) if record.get("round", 0) <= num_rounds]
+    if [record.get("round") for record in records] != [*range(1, num_rounds + 1)]:
+        raise InputError(
+            f"{path} is damaged (it must have one line for each of {num_rounds} rounds); restore it, or move the run "
+            "folder away to start again"
+        )
+    return records
 
 
 def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
     """Summarize a run: last round, mean of the last five rounds, and the best round by validation accuracy."""
     validated = [r for r in records if not math.isnan(_validation_accuracy(r))]  # silos may miss a round
     best = max(validated or records[-1:], key=lambda r: (_validation_accuracy(r), -r["round"]))
-    aggregations = dict(zip(AGGREGATIONS, (records[-1:], records[-5:], [best])))
+    last = validated[-NUM_LAST_ROUNDS:]
+    aggregations = dict(zip(AGGREGATIONS, (records[-1:], records[-NUM_LAST_ROUNDS:], [best])))
     return {
         "rounds": records[-1]["round"],
         "total_codewords": records[-1]["total_codewords"],
@@ -48,9 +74,15 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
         "bytes_down": sum(r["bytes_down"] for r in records),
         "seconds": sum(r["seconds"] for r in records),
         "kmeans_seconds": sum(r["kmeans_seconds"] for r in records),
-        "validation_accuracy": sum(map(_validation_accuracy, validated[-5:])) / max(len(validated[-5:]), 1),
+        "validation_accuracy": sum(map(_validation_accuracy, last)) / max(len(last), 1),
         **{name: _average_rounds(rounds, domains) for name, rounds in aggregations.items()},
     }
+
+
+def describe_rounds(counts: Iterable[int]) -> str:
+    """Describe over how many rounds tables average the runs: a short run has fewer than five."""
+    distinct = sorted(set(counts))
+    return "last round" if distinct == [1] else f"mean of last {' or '.join(map(str, distinct))} rounds"
 
 
 def list_uncertain_silos(record: Record) -> list[str]:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from uefl.core.metrics import TWO_CLASS_METRICS, describe_means, find_worst, select_table_metrics
-from uefl.experiment.records import DEFAULT_AGGREGATION, Record, read_records
+from uefl.experiment.chance import describe_chance, is_at_chance, mean_accuracy
+from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds, read_records
 from uefl.experiment.run_folder import RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
@@ -31,10 +33,14 @@ class Column(NamedTuple):
 def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     """Print what happened in finished runs, their table, and what its labels mean."""
     local = {name: RunFolder(path).read_header()["experiment"]["method"]["local"] for name, path in runs.items()}
-    for line in describe_extensions(runs) + describe_lost_rounds(runs) + describe_local_differences(local):
+    lines = describe_extensions(runs) + describe_lost_rounds(runs) + describe_chance_level(runs)
+    for line in lines + describe_local_differences(local):
         console.print(line, soft_wrap=True)
-    console.print(make_comparison_table(runs))
     summaries = _read_summaries(runs)
+    rounds = describe_rounds(len(summary["round"]) for summary in summaries)
+    console.print(f"Test examples, {rounds}", style="italic")
+    for group in group_runs_by_width(runs, console):
+        console.print(make_comparison_table(group))
     two_classes = any(map(_has_two_classes, summaries))
     means = describe_means(with_codebook=any(map(_has_codebook, summaries)), two_classes=two_classes)
     console.print(means, soft_wrap=True)
@@ -60,14 +66,11 @@ def describe_local_differences(local: Mapping[str, Mapping[str, Any]]) -> list[s
 def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
     """Make a table of runs side by side: per silo, per domain, and means over all silos."""
     summaries = _read_summaries(runs, aggregation)
-    table = Table(
-        title=f"Test images, {aggregation}{' rounds' if aggregation == DEFAULT_AGGREGATION else ''}",
-        title_justify="left",
-    )
+    table = Table()
     table.add_column("")
     for name, summary in zip(runs, summaries):
         for column in _list_columns(summary):
-            table.add_column(f"{name}\n{column.heading}", justify="right")
+            table.add_column(f"{name}\n{column.heading}", justify="right", no_wrap=True)
     for domain in summaries[0]["domains"]:
         members = [name for name, silo in summaries[0]["silos"].items() if silo["domain"] == domain]
         for silo_name in members if members != [domain] else []:  # a silo that is its own domain has one row
@@ -84,6 +87,19 @@ def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_A
     title = f"{labels}; most codewords" if has_codebook else labels
     table.add_row(*_make_bold(title, *_format_cells([_mean_over_silos(s) for s in summaries], summaries)))
     return table
+
+
+def group_runs_by_width(runs: Mapping[str, Path], console: Console) -> list[dict[str, Path]]:
+    """Divide runs into as few tables as fit the console, so that no column is cut off."""
+    groups: list[dict[str, Path]] = []
+    unbounded = console.options.update(width=10_000)
+    for name, folder in runs.items():
+        wider = {**groups[-1], name: folder} if groups else {}
+        if wider and Measurement.get(console, unbounded, make_comparison_table(wider)).minimum <= console.width:
+            groups[-1] = wider
+        else:
+            groups.append({name: folder})
+    return groups
 
 
 def _read_summaries(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> list[Summary]:
@@ -162,9 +178,31 @@ def describe_extensions(runs: Mapping[str, Path]) -> list[str]:
     """Describe the decisions of runs: which silos were uncertain, and how many codewords they received."""
     lines = []
     for name, folder in runs.items():
-        for step in RunFolder(folder).read_summary()["extensions"]:
-            decision = describe_decision(step["round"], step["uncertain_silos"], step["new_codewords"])
+        steps = RunFolder(folder).read_summary()["extensions"]
+        untrained = _list_untrained_rounds(folder) if steps else set()
+        for step in steps:
+            is_untrained = step["round"] in untrained
+            decision = describe_decision(
+                step["round"], step["uncertain_silos"], step["new_codewords"], is_untrained=is_untrained
+            )
             lines.append(f"{name}: {decision}")
+    return lines
+
+
+def _list_untrained_rounds(folder: Path) -> set[int]:
+    """Return the rounds after which the model was at chance level."""
+    header = RunFolder(folder).read_header()
+    records = read_records(RunFolder(folder).records_path)
+    return {record["round"] for record in records if is_at_chance(mean_accuracy(record), header)}
+
+
+def describe_chance_level(runs: Mapping[str, Path]) -> list[str]:
+    """Describe runs whose model has not learned."""
+    lines = []
+    for name, folder in runs.items():
+        summary = RunFolder(folder).read_summary()[DEFAULT_AGGREGATION]
+        if line := describe_chance(float(summary["mA"]), RunFolder(folder).read_header()):
+            lines.append(f"{name}: {line}")
     return lines
 
 
@@ -187,8 +225,15 @@ def _list_replies(record: Record) -> list[Record]:
     return [silo for silo in record["silos"].values() if "bytes_up" in silo] or [{}]
 
 
-def describe_decision(round_number: int, uncertain_silos: Sequence[str], new_codewords: Mapping[str, int]) -> str:
+def describe_decision(
+    round_number: int, uncertain_silos: Sequence[str], new_codewords: Mapping[str, int], *, is_untrained: bool = False
+) -> str:
     """Describe the decision at the end of an iteration in one sentence."""
+    if not uncertain_silos and is_untrained:
+        return (
+            f"after round {round_number}, no silo stands out, but the model is at chance level, so this says nothing: "
+            "the codebook is final; set more rounds before the first decision"
+        )
     if not uncertain_silos:
         return f"after round {round_number}, no silo has unusually high uncertainty: the codebook is final"
     num_silos = len(uncertain_silos)

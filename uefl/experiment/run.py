@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,19 +19,24 @@ import torch
 from torch import nn
 
 from uefl import __version__
+from uefl.algorithms.requirements import require_enough_silos
 from uefl.core.errors import InputError, unknown_value_error
-from uefl.core.federation import Clients, ServerState, Silo, Tensors
+from uefl.core.federation import Broadcast, Clients, Method, ServerState, Silo, Tensors
 from uefl.data.images import Images
+from uefl.data.input_format import describe_source
 from uefl.data.quality import collect_warnings
 from uefl.engines import ENGINE_NAMES, ENGINES, IN_PROCESS_ENGINES
-from uefl.engines.choosing import choose_engine
+from uefl.engines.choosing import check_device, choose_engine
 from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
-from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint, save_model
+from uefl.experiment.chance import compute_chance_accuracy
+from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
-from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, write_text
+from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, explain_write_errors, write_text
+from uefl.experiment.plan import make_plan
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
+from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -43,6 +49,9 @@ class Engine(Clients, Protocol):
     client_states: dict[str, Tensors]
     device: torch.device
 
+    def get_personal_tensors(self, method: Method, broadcast: Broadcast) -> dict[str, Tensors]:
+        """Return by silo the tensors of its own that predictions use; empty if they stay at the silos."""
+
 
 class RunContext(NamedTuple):
     """Data, engine and device of a run."""
@@ -54,6 +63,8 @@ class RunContext(NamedTuple):
     engine: str = "serial"
     device: str = "cpu"
     table: str = ""  # of a table: its format as JSON, which predictions need
+    label_counts: dict[str, list[int]] = {}  # training examples per class, by silo; empty if only the silos know them
+    chance_accuracy: float = 0.0  # 0: not known here
 
 
 class PreparedRun(NamedTuple):
@@ -89,6 +100,8 @@ def run(
                 on_silo_event=make_engine_listeners(on_event)["on_progress"],
             )
             return clients
+        plan = make_plan(prepared.experiment.method, prepared.net, prepared.silos, device)
+        on_event({"kind": "plan", **asdict(plan)})
         settings = {**make_engine_settings(prepared), **make_engine_listeners(on_event)}
         return releasing(make_clients(prepared.silos, prepared.net, seed=prepared.experiment.seed, **settings))
 
@@ -101,21 +114,32 @@ def prepare_run(
     """Load the data, unless their images are given, build the network and choose the engine."""
     if engine not in ENGINE_NAMES:
         raise unknown_value_error("engine", engine, ENGINE_NAMES)
+    check_device(device)
     experiment = experiment.resolve_precision(device)
     if engine in ENGINES and engine not in IN_PROCESS_ENGINES:
         require_network_support(experiment)
     on_event({"kind": "load", "data": experiment.data.name})
     silos, images = experiment.data.load(experiment.seed, images)
     for message in collect_warnings(silos, images):
-        on_event({"kind": "warning", "message": message})
+        on_event({"kind": "warning", "about": "data", "message": message})
     method = experiment.method
-    silos = list(method.prepare_silos(silos))
+    silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
     input_shape = tuple(silos[0].test.x.shape[1:])
     net = experiment.build_network(input_shape, len(images.classes))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     domains = {silo.name: silo.domain for silo in silos}
-    table = images.table.to_json() if images.table else ""
-    context = RunContext(fingerprint_silos(silos), domains, images.classes, input_shape, engine, device, table)
+    counts = {silo.name: count_labels(silo.train.y, len(images.classes)) for silo in silos}
+    context = RunContext(
+        fingerprint=fingerprint_silos(silos),
+        domains=domains,
+        class_names=images.classes,
+        input_shape=input_shape,
+        engine=engine,
+        device=device,
+        table=images.table.to_json() if images.table else "",
+        label_counts=counts if engine in IN_PROCESS_ENGINES else {},
+        chance_accuracy=compute_chance_accuracy(silos),
+    )
     return PreparedRun(experiment, context, silos, net)
 
 
@@ -175,8 +199,11 @@ def run_with_clients(
     """Run, resume or find an experiment with any clients; they are opened only if rounds remain."""
     name = f"{experiment.method_name}-{experiment.data.name}-{experiment.run_id(context.fingerprint)}"
     folder = RunFolder(ensure_writable_folder(root / name))
-    with explain_disk_errors(root), folder.lock():
-        if folder.is_finished:
+    # The supervisor of a deployed run resumes it by its exit code; elsewhere, a user has to free the disk.
+    explain_errors = explain_disk_errors if context.engine == "flower" else explain_write_errors
+    with explain_errors(root), folder.lock():
+        if folder.is_finished or _recover_summary(folder):
+            folder.read_summary()  # or an error that it is damaged
             engine = folder.read_header()["engine"]
             on_event({"kind": "finished", "folder": str(folder.path), "engine": engine})
             return folder.path
@@ -190,19 +217,30 @@ def run_with_clients(
             raise
         with opened as clients:
             server = _run_rounds(experiment, clients, folder, on_event)
-            _write_results(folder, server, clients, context.domains)
+            _write_results(folder, experiment, server, clients, context)
     return folder.path
 
 
 def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_event: Listener) -> ServerState:
     """Run the remaining rounds; after each, write its records and then the checkpoint that follows them."""
-    method, resumed = experiment.method, _resume(clients, folder)
+    method, resumed = experiment.method, _resume(clients, folder, on_event)
     next_record = resumed.open_record.get("round", resumed.round + 1) if resumed else 1
-    earlier = [record for record in records.read_records(folder.records_path) if record["round"] < next_record]
+    earlier = records.read_first_records(folder.records_path, next_record - 1)
     write_text(folder.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in earlier))
-    round_number, server = resumed.round if resumed else 0, resumed
-    on_event({"kind": "start", "total_rounds": method.total_rounds, "round": round_number, "records": earlier})
+    round_number, server, header = resumed.round if resumed else 0, resumed, folder.read_header()
+    on_event(
+        {
+            "kind": "start",
+            "total_rounds": method.total_rounds,
+            "round": round_number,
+            "records": earlier,
+            "header": header,
+        }
+    )
+    started = time.monotonic()
     for server in iterate_rounds(method, clients, resumed):
+        if server.round == round_number + 1 and server.open_record:  # its metrics come with the next round
+            on_event({"kind": "trained", "round": server.round, "seconds": time.monotonic() - started})
         for record in server.completed_records:
             on_event({"kind": "round", "record": record})
             if "warning" in record:
@@ -213,12 +251,36 @@ def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_e
     return server
 
 
-def _resume(clients: Engine, folder: RunFolder) -> ServerState | None:
-    """Load the last checkpoint, if there is one."""
-    if not folder.checkpoint_path.exists():
-        return None
-    server, clients.client_states = load_checkpoint(folder.checkpoint_path, clients.device)
-    return server
+def _resume(clients: Engine, folder: RunFolder, on_event: Listener) -> ServerState | None:
+    """Load the last checkpoint, or the one before it if the last is damaged; None if there is none."""
+    errors: list[str] = []
+    for path in filter(Path.exists, folder.checkpoint_paths):
+        try:
+            server, clients.client_states = load_checkpoint(path, clients.device)
+        except InputError as e:
+            errors.append(str(e))
+            continue
+        if errors:
+            message = f"{errors[0]}; resuming from the checkpoint before it, after round {server.round}"
+            on_event({"kind": "warning", "message": message})
+        return server
+    if errors:
+        raise InputError(
+            f"{'; '.join(errors)}; there is no other checkpoint: restore it, or move {folder.path} away to start again"
+        )
+    return None
+
+
+def _recover_summary(folder: RunFolder) -> bool:
+    """Write a lost summary of a finished run again; return whether the run is finished."""
+    if not (folder.has_header and folder.model_path.exists()) or any(map(Path.exists, folder.checkpoint_paths)):
+        return False
+    header = folder.read_header()
+    run_records = records.read_first_records(folder.records_path, header["total_rounds"])
+    folder.write_summary(
+        {"seed": header["experiment"]["seed"], **records.summarize_records(run_records, header["domains"])}
+    )
+    return True
 
 
 def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext) -> None:
@@ -252,20 +314,52 @@ def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext
             "class_names": list(context.class_names),
             "input_shape": list(context.input_shape),
             "table": context.table,
+            "chance_accuracy": context.chance_accuracy,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
     )
 
 
-def _write_results(folder: RunFolder, server: ServerState, clients: Engine, domains: dict[str, str]) -> None:
-    """Write model and figure, and last the summary, which marks the run as finished."""
-    header = folder.read_header()
-    experiment = header["experiment"]
-    fields = ("experiment", "class_names", "input_shape", "table", "domains", "fingerprint", RESULTS_VERSION_KEY)
-    save_model(folder.model_path, server, clients.client_states, {name: header[name] for name in fields})
+def _write_results(
+    folder: RunFolder, experiment: Experiment, server: ServerState, clients: Engine, context: RunContext
+) -> None:
+    """Write model and figure, and last the summary, which marks the run as finished; the server's state is kept."""
     run_records = records.read_records(folder.records_path)
+    _collect_models(experiment, server, clients, context, run_records[-1]).save(folder.model_path)
     from uefl.experiment.figures import plot_curves  # matplotlib is slow to import, and only needed here
 
-    plot_curves({f"{experiment['name']} on {experiment['data']['name']}": run_records}, folder.figure_path)
-    folder.write_summary({"seed": experiment["seed"], **records.summarize_records(run_records, domains)})
-    folder.checkpoint_path.unlink()
+    plot_curves({f"{experiment.method_name} on {experiment.data.name}": run_records}, folder.figure_path)
+    folder.write_summary({"seed": experiment.seed, **records.summarize_records(run_records, context.domains)})
+    folder.checkpoint_path.replace(folder.server_path)
+    folder.get_previous_path(folder.checkpoint_path).unlink(missing_ok=True)
+
+
+def _collect_models(
+    experiment: Experiment, server: ServerState, clients: Engine, context: RunContext, last_record: records.Record
+) -> SiloModels:
+    """Return the models of all silos with what predictions need."""
+    config = experiment.to_config()
+    description = Description(
+        method_name=config["name"],
+        method=config["method"],
+        model=config["model"],
+        network={},
+        input_format=describe_source(experiment.data, context.input_shape),
+        class_names=context.class_names,
+        silo_names=server.silo_names,
+        silos=collect_facts(server.silo_names, clients.num_examples, context.label_counts, last_record),
+        seed=experiment.seed,
+        round=server.round,
+        precision=experiment.precision,
+        origin={
+            "uefl": __version__,
+            RESULTS_VERSION_KEY: RESULTS_VERSION,
+            "data": config["data"],
+            "domains": context.domains,
+            "fingerprint": context.fingerprint,
+        },
+    )
+    personal_tensors = clients.get_personal_tensors(
+        experiment.method, experiment.method.make_broadcast(clients, server)
+    )
+    return SiloModels(description, server.model_state, server.access, personal_tensors)

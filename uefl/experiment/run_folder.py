@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,8 @@ from uefl.core.errors import InputError
 from uefl.experiment.files import write_text
 
 RESULTS_VERSION_KEY = "results_version"
+_RESULTS_VERSION_KEY_0_1 = "results"
+_START_AGAIN = "move the run folder away to start again"
 
 
 class RunFolder:
@@ -21,8 +21,9 @@ class RunFolder:
 
     HEADER_FILE = "run.json"  # settings, versions, data
     RECORDS_FILE = "records.jsonl"  # one line per round
-    CHECKPOINT_FILE = "checkpoint.safetensors"  # until the run is finished
-    MODEL_FILE = "model.safetensors"
+    CHECKPOINT_FILE = "checkpoint.safetensors"  # until the run is finished, as the one before it
+    SERVER_FILE = "server.safetensors"  # the last checkpoint of a finished run
+    MODEL_FILE = "model.safetensors"  # all that predictions need
     FIGURE_FILE = "figure.png"
     SUMMARY_FILE = "summary.json"  # written last: it marks a finished run
     LOCK_FILE = ".lock"
@@ -36,7 +37,18 @@ class RunFolder:
         self.path = path
         self.header_path, self.summary_path = path / self.HEADER_FILE, path / self.SUMMARY_FILE
         self.records_path, self.checkpoint_path = path / self.RECORDS_FILE, path / self.CHECKPOINT_FILE
+        self.server_path = path / self.SERVER_FILE
         self.model_path, self.figure_path = path / self.MODEL_FILE, path / self.FIGURE_FILE
+
+    @staticmethod
+    def get_previous_path(checkpoint_path: Path) -> Path:
+        """Return where the checkpoint before a checkpoint is kept."""
+        return checkpoint_path.with_name(f"previous-{checkpoint_path.name}")
+
+    @property
+    def checkpoint_paths(self) -> tuple[Path, Path]:
+        """The last checkpoint and the one before it."""
+        return self.checkpoint_path, self.get_previous_path(self.checkpoint_path)
 
     @property
     def has_header(self) -> bool:
@@ -65,26 +77,40 @@ class RunFolder:
     def remove_header(self) -> None:
         """Remove a run that has no results yet."""
         for name in (self.HEADER_FILE, self.LOCK_FILE):
-            (self.path / name).unlink()
+            (self.path / name).unlink(missing_ok=True)
         self.path.rmdir()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a process works in this folder."""
+        if not (self.path / self.LOCK_FILE).exists():
+            return False
+        try:
+            with self.lock():
+                return False
+        except InputError:
+            return True
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other processes out; the operating system releases the lock when the process ends."""
-        file = os.open(self.path / self.LOCK_FILE, os.O_CREAT | os.O_RDWR)
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.path / self.LOCK_FILE)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
+            lock.acquire(timeout=0)
+        except Timeout:
             raise InputError(f"{self.path} is in use by another process") from None
         try:
             yield
         finally:
-            os.close(file)
+            lock.release()
 
 
 def check_results_format(header: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return a header, or raise an error if version 0.1, which used other names, wrote it."""
+    if not {RESULTS_VERSION_KEY, _RESULTS_VERSION_KEY_0_1} & header.keys():
+        raise InputError(f"{path} is damaged (it has no '{RESULTS_VERSION_KEY}'); restore it, or {_START_AGAIN}")
     if RESULTS_VERSION_KEY not in header:
         raise InputError(
             f"{path} was written by uefl 0.1, whose results this version cannot read; "
@@ -94,8 +120,13 @@ def check_results_format(header: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Read a table of values; the error says that deleting a damaged file loses nothing: it is written again."""
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError("not a table of values")
+    except OSError as e:
+        raise InputError(f"cannot read {path}: {(e.strerror or str(e)).lower()}") from None
     except ValueError as e:
-        raise InputError(f"{path} is damaged ({e}); delete it and run again") from None
+        raise InputError(f"{path} is damaged ({e}); delete it and run again, which writes it anew") from None
     return values

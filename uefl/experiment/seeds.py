@@ -13,26 +13,16 @@ from typing import Any
 
 from rich.console import Console
 
-from uefl.core.errors import InputError
 from uefl.core.metrics import TABLE_METRICS, describe_means, select_table_metrics
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, create_comparison_folder, run_experiments
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
-from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION
+from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, NUM_LAST_ROUNDS, describe_rounds
 from uefl.experiment.report import describe_local_differences
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 
 SEEDS_TABLE_FILE = "seeds.md"  # the table, in the folder of the comparison
 SEEDS_RECORDS_FILE = "seeds.jsonl"  # one line per run
-
-
-def parse_seeds(text: str) -> list[int]:
-    """Parse a comma-separated list of seeds."""
-    try:
-        seeds = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise InputError(f"seeds={text} is not a list of whole numbers such as 0,1,2") from None
-    return list(dict.fromkeys(seeds))
 
 
 def compare_seeds(
@@ -76,7 +66,7 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
     seeds = ", ".join(str(run["experiment"]["seed"]) for run in runs[names[0]])
     headings = [metric.label for metric in TABLE_METRICS] + [f"{metric.label}, seeds {seeds}" for metric in per_seed]
     rows = [
-        f"| {DEFAULT_AGGREGATION} rounds | {' | '.join(headings)} |",
+        f"| {describe_rounds(min(record['rounds'], NUM_LAST_ROUNDS) for record in records)} | {' | '.join(headings)} |",
         "|---" * (1 + len(headings)) + "|",
     ]
     better = _find_better_fedavg(runs)

@@ -21,14 +21,22 @@ def override_settings(settings: T, assignments: Sequence[str]) -> T:
 
     A field per column takes the column as a further name, as in `missing.chol=0`.
     """
+    changed: T = _apply_changes(settings, find_assigned_paths(settings, assignments))
+    return changed
+
+
+def find_assigned_paths(settings: Any, assignments: Sequence[str]) -> dict[FieldPath, str]:
+    """Return the text that `field=value` assigns to each field; a field is set once."""
     changes: dict[FieldPath, str] = {}
     for assignment in assignments:
         name, sign, text = assignment.partition("=")
         if not sign or not name:
             raise InputError(f"'{assignment}' is not of the form field=value")
-        changes[_find_path(settings, name)] = text
-    changed: T = _apply_changes(settings, changes)
-    return changed
+        path = _find_path(settings, name)
+        if path in changes:
+            raise InputError(f"field '{path[-1]}' is set twice, to {changes[path]} and to {text}")
+        changes[path] = text
+    return changes
 
 
 def has_setting(settings: Any, name: str) -> bool:
@@ -103,8 +111,12 @@ def _find_path(settings: Any, name: str) -> FieldPath:
         raise InputError(f"field '{name}' is ambiguous; use one of: {', '.join('.'.join(p) for p in matches)}")
     if column_path := _find_column_path(settings, name):
         return column_path
-    names = sorted({path[-1] for path in paths})
-    close = difflib.get_close_matches(name, names, 1)
+    group = tuple(name.split(".")[:-1])
+    # Of a nested field, name those in its group, if there is such a group; else all.
+    names = sorted({path[-1] for path in paths if group and path[-len(group) - 1 : -1] == group})
+    names = names or sorted({path[-1] for path in paths})
+    endings = {".".join(path[-len(group) - 1 :]) for path in paths}
+    close = difflib.get_close_matches(name, sorted(endings), 1)
     hint = f" (did you mean '{close[0]}'?)" if close else ""
     raise InputError(f"unknown field '{name}'{hint}; known: {', '.join(names)}")
 

@@ -1,34 +1,49 @@
-"""Train a method from Python on your own silos and encoder; nothing is written to disk."""
+"""Train a method from Python on your own silos and encoder; nothing is written to disk unless the result is saved."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from uefl import __version__
 from uefl.algorithms.fedavg import FedAvg
-from uefl.core.errors import unknown_value_error
+from uefl.algorithms.requirements import require_enough_silos
+from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.example_checks import check_silos
 from uefl.core.federation import ServerState, Silo, is_integer
+from uefl.data.input_format import describe_tensors
 from uefl.engines import ENGINES, IN_PROCESS_ENGINES
-from uefl.engines.choosing import choose_engine
+from uefl.engines.choosing import check_device, choose_engine
 from uefl.engines.serial import SerialEngine
+from uefl.experiment.experiment import RESULTS_VERSION
+from uefl.experiment.files import write_text
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, summarize_records
 from uefl.experiment.rounds import iterate_rounds
+from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
+from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels, describe_method
+from uefl.experiment.trained_model import TrainedModel, save_models
 from uefl.models.network import Net, initialize_network
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A record of every round, their summary, the final server and the clients."""
+    """A record of every round, their summary, the final server, the clients and the models of all silos."""
 
     records: list[Record]
     summary: dict[str, Any]
     server: ServerState
     clients: SerialEngine
+    models: SiloModels
 
     @property
     def accuracy(self) -> float:
@@ -39,6 +54,36 @@ class TrainingResult:
     def entropy(self) -> float:
         """mE, the mean predictive entropy over silos, averaged over the last five rounds."""
         return float(self.summary[DEFAULT_AGGREGATION]["mE"])
+
+    def model(self, silo: str = "") -> TrainedModel:
+        """Return the model of a silo; without a name, the one that all silos share."""
+        return self.models.build(silo)
+
+    def save(self, folder: str | Path, silo: str = "") -> Path:
+        """Write the models of all silos, records and summary to a folder; with a silo, only that silo's copy.
+
+        Existing files are never overwritten. `uefl.load` reads the model again and needs the encoder for it.
+        """
+        if silo:
+            return save_models(self.models.select_silo(silo), Path(folder))
+        path = save_models(self.models, Path(folder))
+        files = RunFolder(Path(folder))
+        write_text(files.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in self.records))
+        files.write_summary(self.summary)
+        return path
+
+    def frame(self) -> DataFrame:
+        """Return the metrics of every round and silo as a table of pandas: one row per round and silo."""
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise InputError("result.frame() needs pandas; install it with `pip install pandas`") from None
+        rows = [
+            {"round": record["round"], "silo": name, **{n: v for n, v in silo.items() if not isinstance(v, dict)}}
+            for record in self.records
+            for name, silo in record["silos"].items()
+        ]
+        return DataFrame(rows)
 
 
 def train(
@@ -58,19 +103,14 @@ def train(
     """Train a method on silos with any encoder; `on_record` is called with the record of every round."""
     if engine not in ("auto", *IN_PROCESS_ENGINES):
         raise unknown_value_error("engine", engine, ("auto", *IN_PROCESS_ENGINES))
+    check_device(device)
+    silos = check_silos(silos, num_classes)
     x = silos[0].train.x
-    build = partial(
-        Net,
-        encoder,
-        num_classes,
-        tuple(x.shape[1:]),
-        hidden_size=hidden_size,
-        dropout=dropout,
-        augment=augment,
-        input_dtype=x.dtype if is_integer(x) else torch.float32,
-    )
+    input_shape, input_dtype = tuple(x.shape[1:]), x.dtype if is_integer(x) else torch.float32
+    network: dict[str, Any] = {"hidden_size": hidden_size, "dropout": dropout, "augment": augment}
+    build = partial(Net, encoder, num_classes, input_shape, **network, input_dtype=input_dtype)
     net = initialize_network(seed, build, method.adapt_network)
-    silos = list(method.prepare_silos(silos))
+    silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     clients = ENGINES[engine](silos, net, seed=seed, device=device)
     records: list[Record] = []
@@ -79,5 +119,23 @@ def train(
         for record in server.completed_records:
             on_record(record)
     clients.release()
+    server = server.replace(completed_records=())
     summary = summarize_records(records, {silo.name: silo.domain for silo in silos})
-    return TrainingResult(records, summary, server.replace(completed_records=()), clients)
+    method_name, method_settings = describe_method(method)
+    label_counts = {silo.name: count_labels(silo.train.y, num_classes) for silo in silos}
+    description = Description(
+        method_name=method_name,
+        method=method_settings,
+        model={},
+        network=network,
+        input_format=describe_tensors(silos[0].train.x),
+        class_names=tuple(map(str, range(num_classes))),
+        silo_names=server.silo_names,
+        silos=collect_facts(server.silo_names, clients.num_examples, label_counts, records[-1]),
+        seed=seed,
+        round=server.round,
+        origin={"uefl": __version__, RESULTS_VERSION_KEY: RESULTS_VERSION},
+    )
+    personal_tensors = clients.get_personal_tensors(method, method.make_broadcast(clients, server))
+    models = SiloModels(description, server.model_state, server.access, personal_tensors, encoder, method)
+    return TrainingResult(records, summary, server, clients, models)

@@ -14,14 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from safetensors import SafetensorError
 
+from uefl import __version__
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Broadcast, Reply, Tensors, is_codeword_tensor
+from uefl.core.metrics import compute_metrics
 from uefl.core.paths import get_cache_folder
 from uefl.core.untrusted_text import escape_text
+from uefl.data.input_format import describe_source
 from uefl.data.table_format import compute_sums
 from uefl.engines.serial import SerialEngine
-from uefl.experiment.experiment import DTYPES, Experiment
+from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment
+from uefl.experiment.run_folder import RESULTS_VERSION_KEY
+from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels
 from uefl.flower.client_audit import AuditEntry, append_audit_entry
 from uefl.flower.client_state import ClientStateStore
 from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, align_labels, load_node_data, scale_table
@@ -162,9 +168,46 @@ def handle_query(request: Request, node_data: NodeData) -> RecordDict:
     task = str(payload["task"])
     if task not in method.client_tasks:
         raise unknown_value_error(f"task of {request.experiment.method_name}", task, method.client_tasks)
-    engine, broadcast, _, note = _prepare_engine(request, node_data)
+    engine, broadcast, store, note = _prepare_engine(request, node_data)
     (reply,) = engine.query(method, task, broadcast, payload["splits"])
+    if task == "evaluate" and broadcast.round == method.total_rounds:  # the final model
+        note = note or _store_model(request, engine, broadcast, reply, store)
     return _make_reply(reply, payload, note)
+
+
+def _store_model(
+    request: Request, engine: SerialEngine, broadcast: Broadcast, reply: Reply, store: ClientStateStore
+) -> str:
+    """Write this silo's copy of the final model, and return a note if that failed."""
+    payload, (silo,) = request.payload, engine.silos.values()
+    if not len(silo.train.y) and store.model_path.exists():
+        return ""  # later queries try the codewords of other silos at a silo without training data (D15)
+    validation = reply.answers.get("validation")
+    record = {"silos": {silo.name: {"validation": compute_metrics(validation)} if validation else {}}}
+    label_counts = {silo.name: count_labels(silo.train.y, len(payload["classes"]))}
+    config = request.experiment.to_config()
+    description = Description(
+        method_name=config["name"],
+        method=config["method"],
+        model=config["model"],
+        network={},
+        input_format=describe_source(request.experiment.data, tuple(payload["image_shape"])),
+        class_names=tuple(payload["classes"]),
+        silo_names=(silo.name,),
+        silos=collect_facts((silo.name,), engine.num_examples, label_counts, record),
+        seed=engine.seed,
+        round=broadcast.round,
+        precision=request.experiment.precision,
+        owner=silo.name,
+        origin={"uefl": __version__, RESULTS_VERSION_KEY: RESULTS_VERSION},
+    )
+    personal_tensors = engine.get_personal_tensors(request.experiment.method, broadcast)
+    try:
+        store.write_model(SiloModels(description, broadcast.model_state, broadcast.access, personal_tensors))
+    except (OSError, SafetensorError) as e:
+        log.error("silo %s could not write its model", silo.name, exc_info=e)
+        return "the silo could not write its copy of the model"
+    return ""
 
 
 def _prepare_engine(request: Request, node_data: NodeData) -> tuple[SerialEngine, Broadcast, ClientStateStore, str]:

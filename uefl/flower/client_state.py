@@ -2,6 +2,7 @@
 
 A round counts only after the server's next message confirms it. A silo therefore keeps two files: one of the last
 accepted round and one of the current round. A repeated round starts from the same client state as the first attempt.
+After the last round, the silo also keeps its copy of the model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from uefl.core.errors import InputError
 from uefl.core.federation import Tensors
 from uefl.experiment.checkpoint import load_tensors, save_tensors
 from uefl.experiment.files import PRIVATE_FILE_MODE, make_private_folder
+from uefl.experiment.run_folder import RunFolder
+from uefl.experiment.silo_models import SiloModels
 
 
 class ClientStateStore:
@@ -37,16 +40,30 @@ class ClientStateStore:
                 f"the client state of round {accepted_round} is lost; training starts from the initial client state"
             )
 
+    @property
+    def model_path(self) -> Path:
+        """The silo's copy of the final model."""
+        return self.folder / RunFolder.MODEL_FILE
+
+    def write_model(self, models: SiloModels) -> None:
+        """Write the silo's copy of the final model, which stays at the silo."""
+        self._make_folders()
+        models.save(self.model_path)
+        self.model_path.chmod(PRIVATE_FILE_MODE)
+
     def write(self, client_state: Tensors, round_number: int, accepted_round: int) -> None:
         """Write this round's file and delete older ones except the accepted one; a late process keeps newer files."""
-        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
-            make_private_folder(folder)
+        self._make_folders()
         save_tensors(self._get_path(round_number), client_state, {"round": round_number})
         self._get_path(round_number).chmod(PRIVATE_FILE_MODE)
         for path in self.folder.glob("round-*.safetensors"):
             stored_round = int(path.stem.removeprefix("round-"))
             if stored_round < round_number and stored_round != accepted_round:
                 path.unlink(missing_ok=True)
+
+    def _make_folders(self) -> None:
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            make_private_folder(folder)
 
     def _get_path(self, round_number: int) -> Path:
         return self.folder / f"round-{round_number}.safetensors"

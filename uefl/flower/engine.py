@@ -76,6 +76,11 @@ class FlowerEngine:
     def domains(self) -> Mapping[str, str]:
         return {name: info.domain for name, info in self._silo_infos.items()}
 
+    def get_personal_tensors(self, method: Method, broadcast: Broadcast) -> dict[str, Tensors]:
+        """Return nothing: what belongs to a silo stays there, and the silo writes its own model."""
+        del method, broadcast
+        return {}
+
     def initial_model_state(self) -> Tensors:
         return {name: t.clone() for name, t in self.net.state_dict().items()}
 

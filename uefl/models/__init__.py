@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from uefl.core.registry import Entry, Registry
@@ -52,3 +53,27 @@ ENCODERS: Registry[Callable[..., nn.Module]] = Registry(
     },
     group="uefl.encoders",
 )
+
+# Each entry builds an encoder from the text after the colon, as in `timm:resnet18`, and what the encoders above take.
+ENCODER_FAMILIES: Registry[Callable[..., nn.Module]] = Registry(
+    "encoder",
+    {
+        "timm": Entry(
+            "uefl.models.timm_encoder:build_timm_encoder",
+            "Any backbone of timm, such as timm:resnet10t; needs the extra `timm`",
+        )
+    },
+)
+
+
+def check_encoder(name: str) -> None:
+    """Raise an `InputError` unless an encoder or a family of encoders has this name; import nothing."""
+    family, _, member = name.partition(":")
+    if not (member and family in ENCODER_FAMILIES):
+        ENCODERS.check_name(name)
+
+
+def get_encoder_builder(name: str) -> Callable[..., nn.Module]:
+    """Return the function that builds an encoder by its name."""
+    family, _, member = name.partition(":")
+    return partial(ENCODER_FAMILIES[family], member) if member and family in ENCODER_FAMILIES else ENCODERS[name]

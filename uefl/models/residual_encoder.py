@@ -7,6 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from uefl.core.errors import InputError
 from uefl.models.base import Encoder
 
 
@@ -31,7 +32,12 @@ class ResidualEncoder(Encoder):
     """Stack `depth` blocks whose channels double; the authors' code has width 128 and depth 3: 128, 256, 512."""
 
     def __init__(self, *, in_channels: int = 1, image_size: int = 28, width: int = 64, depth: int = 3) -> None:
-        super().__init__(in_channels=in_channels, image_size=image_size, min_image_size=2**depth)
+        super().__init__(in_channels=in_channels, image_size=image_size)
+        for name, value in (("width", width), ("depth", depth)):
+            if value < 1:
+                raise InputError(f"{name}={value} of encoder residual must be at least 1")
+        if image_size < 2**depth:  # each block halves the image
+            raise InputError(f"depth={depth} needs images of at least {2**depth} pixels, but these have {image_size}")
         sizes = [in_channels] + [width * 2**i for i in range(depth)]
         self.blocks = nn.Sequential(
             *(nn.Sequential(ResidualBlock(a, b), nn.MaxPool2d(2), nn.ReLU()) for a, b in pairwise(sizes))

@@ -45,7 +45,7 @@ def partition_by_domain(config: DataConfig, images: Images, seed: int) -> list[P
 def get_natural_domains(images: Images) -> Tensor:
     """Return the domain of every image [n] as the source gives it."""
     if images.domain_ids is None:
-        raise InputError(f"shifts=() uses the domains of the source, but {images.name} has none; set shifts")
+        raise InputError(f"shifts=() uses the domains or silos of the source, but {images.name} names none; set shifts")
     return images.domain_ids
 
 
@@ -89,4 +89,4 @@ def _compute_sizes(
     return list(train_sizes or (train,) * num_silos), [test] * num_silos
 
 
-DOMAINS = Partitioner(partition_by_domain, {})
+DOMAINS = Partitioner(partition_by_domain, {}, frozenset({"alpha", "classes_per_silo", "test_label_distribution"}))

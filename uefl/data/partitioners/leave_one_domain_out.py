@@ -44,12 +44,17 @@ def partition_leave_one_domain_out(config: DataConfig, images: Images, seed: int
         step = len(config.shifts)
         domains = [DomainIndices(silo, indices[d::step]) for d, silo in enumerate(_make_domain_specs(config))]
     else:
-        domain_ids = get_natural_domains(images)[indices]
-        domains = [
-            DomainIndices(SiloSpec(name, name), indices[domain_ids == d]) for d, name in enumerate(images.domains)
-        ]
+        names, ids = get_named_domains(images)
+        domains = [DomainIndices(SiloSpec(name, name), indices[ids[indices] == d]) for d, name in enumerate(names)]
     limit = config.train_per_silo or None
     return _hold_out_target(config, [domain._replace(indices=domain.indices[:limit]) for domain in domains], seed)
+
+
+def get_named_domains(images: Images) -> tuple[tuple[str, ...], Tensor]:
+    """Return the domains that the source names, else its silos, and the index of each image into them."""
+    if images.domain_ids is None and images.silo_ids is not None:
+        return images.silos, images.silo_ids
+    return images.domains, get_natural_domains(images)
 
 
 def partition_paired_domains(config: DataConfig, images: Images, seed: int) -> list[Partition]:
@@ -73,7 +78,7 @@ def _hold_out_target(config: DataConfig, domains: list[DomainIndices], seed: int
     """
     keys = list(config.shifts) or [domain.silo.domain for domain in domains]
     if config.target not in keys:
-        raise unknown_value_error("target", config.target, keys)
+        raise unknown_value_error("target", config.target, [*keys, "all (`uefl run` and `compare`)"])
     target = _shuffle_domain(domains.pop(keys.index(config.target)), seed)
     if not domains or not len(target.indices):
         raise InputError(
@@ -86,6 +91,7 @@ def _hold_out_target(config: DataConfig, domains: list[DomainIndices], seed: int
     name = f"{target.silo.name}-held-out"  # silo names address random draws: keep the suffix
     num_target_validation = count_validation(len(target.indices), config.validation_fraction)
     validation, test = target.indices[:num_target_validation], target.indices[num_target_validation:]
+    test = test[: config.test_per_silo or None]
     return [
         Partition(target.silo._replace(name=name), NO_INDICES, validation, test),
         *(partition for row in zip(domains, num_validation, num_silos) for partition in _split_domain(*row)),
@@ -129,10 +135,12 @@ def _split_with_remainder(indices: Tensor, count: int) -> list[Tensor]:
 
 _ANGLES = (0, 15, 30, 45, 60, 75)
 _DEFAULT_SETTINGS: dict[str, Any] = {**USE_ALL_IMAGES, "num_silos": ()}  # one silo per domain
+_IGNORED_SETTINGS = frozenset({"alpha", "classes_per_silo", "test_label_distribution", "test_fraction", "pool_splits"})
 
 LEAVE_ONE_DOMAIN_OUT = Partitioner(
     partition_leave_one_domain_out,
     {**_DEFAULT_SETTINGS, "shifts": tuple(f"rotate:{angle}" for angle in _ANGLES), "target": "rotate:0"},
+    _IGNORED_SETTINGS,
 )
 LEAVE_ONE_DOMAIN_OUT_PAIRED = Partitioner(
     partition_paired_domains,
@@ -141,4 +149,5 @@ LEAVE_ONE_DOMAIN_OUT_PAIRED = Partitioner(
         "shifts": tuple(f"rotate-nearest:{angle}" for angle in _ANGLES),
         "target": "rotate-nearest:0",
     },
+    _IGNORED_SETTINGS | {"train_per_silo"},
 )

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 def partition_natural(config: DataConfig, images: Images, seed: int) -> list[Partition]:
     """Give every silo its own images; a silo without test images holds out a fraction of its training images."""
     if images.silo_ids is None:
-        raise InputError(f"partitioner=natural needs a source that names its silos, but {images.name} does not")
+        raise InputError(
+            f"partitioner=natural needs a source that names its silos, but {images.name} does not; arrange images as "
+            "<silo>/<class>/, or set partitioner=dirichlet to divide them among silos"
+        )
     indices, names = shuffle_indices(images, seed), images.silos
     shifts = config.shifts * len(names) if len(config.shifts) == 1 else config.shifts
     if len(shifts) not in (0, len(names)):
@@ -46,4 +49,8 @@ def _split_train_test(config: DataConfig, images: Images, indices: Tensor) -> tu
     return indices[num_test:], indices[:num_test]
 
 
-NATURAL = Partitioner(partition_natural, {**USE_ALL_IMAGES, "num_silos": (), "shifts": ()})
+NATURAL = Partitioner(
+    partition_natural,
+    {**USE_ALL_IMAGES, "num_silos": (), "shifts": ()},
+    frozenset({"num_silos", "alpha", "classes_per_silo", "test_label_distribution"}),
+)

@@ -50,6 +50,7 @@ class Partitioner(NamedTuple):
 
     partition: Callable[[DataConfig, Images, int], list[Partition]]
     default_settings: Mapping[str, Any]  # of DataConfig, beyond those of the data set
+    ignored_settings: frozenset[str] = frozenset()  # settings of other partitioners, which this one does not read
 
 
 def make_silo_specs(num_silos: Sequence[int], shifts: Sequence[str]) -> list[SiloSpec]:

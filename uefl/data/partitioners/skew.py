@@ -173,9 +173,11 @@ _HUNDRED_SILOS: dict[str, Any] = {  # FedCR: pool and shuffle all images, then s
     "test_label_distribution": "silo",
 }
 
-QUANTITY = Partitioner(partition_by_quantity, {**_TEN_SILOS, "alpha": 0.5})
-DIRICHLET = Partitioner(partition_dirichlet, _TEN_SILOS)
-DIRICHLET_VHL = Partitioner(partition_dirichlet_vhl, _TEN_SILOS)
-DIRICHLET_FEDBR = Partitioner(partition_dirichlet_fedbr, _TEN_SILOS)
-DIRICHLET_FEDCR = Partitioner(partition_dirichlet_fedcr, {**_HUNDRED_SILOS, "alpha": 0.3})
-PATHOLOGICAL = Partitioner(partition_pathological, _HUNDRED_SILOS)
+_NO_CLASSES = frozenset({"classes_per_silo"})
+
+QUANTITY = Partitioner(partition_by_quantity, {**_TEN_SILOS, "alpha": 0.5}, _NO_CLASSES)
+DIRICHLET = Partitioner(partition_dirichlet, _TEN_SILOS, _NO_CLASSES)
+DIRICHLET_VHL = Partitioner(partition_dirichlet_vhl, _TEN_SILOS, _NO_CLASSES)
+DIRICHLET_FEDBR = Partitioner(partition_dirichlet_fedbr, _TEN_SILOS, _NO_CLASSES)
+DIRICHLET_FEDCR = Partitioner(partition_dirichlet_fedcr, {**_HUNDRED_SILOS, "alpha": 0.3}, _NO_CLASSES)
+PATHOLOGICAL = Partitioner(partition_pathological, _HUNDRED_SILOS, frozenset({"alpha"}))

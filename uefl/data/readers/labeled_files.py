@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from uefl.core.errors import InputError
+from uefl.core.memory import check_memory
 from uefl.data.images import Images
 from uefl.data.readers.archives import Files
 from uefl.data.readers.context import ReadContext
@@ -108,13 +109,9 @@ def _decode_all(
 
 
 def _allocate_pixels(files: Files, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    try:
-        return np.empty(shape, np.uint8)
-    except MemoryError as e:
-        gigabytes = math.prod(shape) / 1e9
-        raise InputError(
-            f"{files.display_path}: {shape[0]} images need {gigabytes:.0f} GB of memory; set a smaller image_size"
-        ) from e
+    purpose = f"{files.display_path}: {shape[0]} images of {shape[2]}×{shape[3]} pixels"
+    check_memory(math.prod(shape), purpose, "set a smaller image_size")
+    return np.empty(shape, np.uint8)
 
 
 DecodeResult = tuple[Pixels, str] | InputError

@@ -6,6 +6,7 @@ A further column may name what stays together, such as a patient.
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 from uefl.core.errors import InputError
@@ -39,7 +40,7 @@ class ManifestFiles:
 
 def read_manifest(name: str, path: Path, context: ReadContext) -> Images:
     """Read the images that a manifest lists; it may refer to any file that the user can read."""
-    rows = _read_rows(path)
+    rows = read_rows(path)
     labeled_files: list[LabeledFile] = []
     for number, row in enumerate(rows, 2):
         if context.group and context.group not in row:
@@ -63,7 +64,7 @@ def read_manifest(name: str, path: Path, context: ReadContext) -> Images:
 def list_file_stamps(path: Path) -> list[str]:
     """Return size and time of every listed file: the bytes of the manifest do not change with an image."""
     stamps = []
-    for row in _read_rows(path):
+    for row in read_rows(path):
         try:
             status = (path.parent / (row["path"] or "").strip()).stat()
         except (OSError, ValueError):
@@ -72,11 +73,12 @@ def list_file_stamps(path: Path) -> list[str]:
     return stamps
 
 
-def _read_rows(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
+    """Read the rows of a manifest that has at least these columns."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
-            missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+            missing = [column for column in columns if column not in (reader.fieldnames or ())]
             if missing:
                 raise InputError(f"{path}: no column '{missing[0]}'; the columns are {','.join(COLUMNS)}[,split]")
             return list(reader)

@@ -17,7 +17,7 @@ from torch import nn
 
 from uefl.core.federation import Broadcast, Method, Reply, Silo, Split, Tensors
 from uefl.core.noise import derive_key
-from uefl.engines.serial import copy_into_network, copy_to_device
+from uefl.engines.serial import collect_personal_tensors, copy_into_network, copy_to_device
 from uefl.engines.stacked.stacked_engine import StackedEngine
 
 SEPARATOR = "\x1f"  # between seed and silo name in the label of a stacked silo
@@ -63,6 +63,12 @@ class SeedClients:
 
     def initial_model_state(self) -> Tensors:
         return {name: t.clone() for name, t in self.initial_tensors.items()}
+
+    def get_personal_tensors(self, method: Method, broadcast: Broadcast) -> dict[str, Tensors]:
+        """Return by silo the tensors of its own that predictions use."""
+        return collect_personal_tensors(
+            method, self.net, broadcast, self.seed, self.client_states, self.initial_tensors
+        )
 
     def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
         return iter(self.stack.wait_for_replies(self, Request(method, broadcast, evaluate=evaluate)))

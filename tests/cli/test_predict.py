@@ -1,0 +1,174 @@
+"""`uefl predict`: folders, archives, lists and single files; rows as CSV or JSON lines; mistakes in one line."""
+
+import csv
+import io
+import json
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from uefl.cli.main import main
+from uefl.experiment.loading import load, open_models
+from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.run import run
+from uefl.experiment.run_folder import RunFolder
+
+COLUMNS = ["file", "label", "probability", "predictive_entropy", "mutual_information"]
+
+
+def draw_image(kind: str, index: int, size: int = 12) -> Image.Image:
+    """The upper or the left half is bright, with noise."""
+    pixels = np.full((size, size), 40)
+    pixels[(slice(0, size // 2), slice(None)) if kind == "upper" else (slice(None), slice(0, size // 2))] = 200
+    noise = np.random.default_rng(index).normal(0, 10, pixels.shape)
+    return Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run on a folder of the user's own, and further images in a folder."""
+    root = tmp_path_factory.mktemp("predict")
+    for silo, kind, i in ((s, k, i) for s in ("north", "south") for k in ("upper", "left") for i in range(20)):
+        path = root / "photos" / silo / kind / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw_image(kind, i + 100 * (silo == "south")).save(path)
+    new = root / "new"
+    new.mkdir()
+    for i in range(6):
+        draw_image("upper" if i < 3 else "left", 1000 + i).save(new / f"{i}.png")
+    draw_image("upper", 7, size=30).save(new / "large.png")  # resized, as in training
+    (new / "broken.png").write_bytes(b"\x89PNG no image")
+    (new / "notes.txt").write_text("no image")
+    settings = [
+        "encoder=mlp",
+        "width=32",
+        "hidden_size=16",
+        "rounds=6",
+        "iterations=1",
+        "local.lr=0.01",
+        "batch_size=8",
+    ]
+    data = [f"path={root / 'photos'}", "image_size=12", "mc_samples=4"]
+    (experiment,) = parse_experiments(["fedavg", "folder", *settings, *data], ["uefl"], "default").values()
+    return run(experiment, root / "runs"), new
+
+
+def predict(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Run `uefl predict` in this process; return exit code, output and errors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["uefl", "predict", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+def read_csv(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_a_folder_gives_one_row_per_image_and_names_bad_files(trained, capsys) -> None:
+    folder, new = trained
+    code, out, err = predict(capsys, folder, new, "--silo", "north")
+    rows = read_csv(out)
+    assert code == 0
+    assert list(rows[0]) == COLUMNS
+    assert [Path(row["file"]).name for row in rows] == [*(f"{i}.png" for i in range(6)), "large.png"]
+    assert [row["label"] for row in rows[:6]] == ["upper"] * 3 + ["left"] * 3
+    assert err.splitlines() == [
+        "1 files skipped: no image by their name",
+        f"skipped: {new}/broken.png: not an image format that Pillow supports",
+        "7 images predicted with the model of silo north; 1 bad files skipped",
+    ]
+
+
+def test_the_rows_are_those_of_predict_in_python(trained, capsys) -> None:
+    folder, new = trained
+    pixels = np.stack([np.array(Image.open(new / f"{i}.png"))[None] for i in range(6)])
+    expected = load(folder, "north").predict(pixels)
+    rows = read_csv(predict(capsys, folder, *(new / f"{i}.png" for i in range(6)), "--silo", "north")[1])
+    assert [row["label"] for row in rows] == expected.names
+    for column, values in zip(COLUMNS[2:], (expected.confidence, *expected.uncertainty), strict=True):
+        assert [float(row[column]) for row in rows] == pytest.approx(values.tolist(), rel=1e-5)
+
+
+def test_archives_and_lists_give_the_same_rows_as_files(trained, capsys, tmp_path: Path) -> None:
+    folder, new = trained
+    with zipfile.ZipFile(tmp_path / "new.zip", "w") as archive:
+        for i in range(6):
+            archive.write(new / f"{i}.png", f"{i}.png")
+    (tmp_path / "new.csv").write_text("path\n" + "".join(f"{new / f'{i}.png'}\n" for i in range(6)))
+    outputs = [
+        predict(capsys, folder, *inputs, "--samples", 2, "--seed", 3)[1]
+        for inputs in ([tmp_path / "new.zip"], [tmp_path / "new.csv"], [new / f"{i}.png" for i in range(6)])
+    ]
+    values = [[list(row.values())[1:] for row in read_csv(text)] for text in outputs]
+    assert values[0] == values[1] == values[2]
+    assert len(values[0]) == 6
+
+
+def test_json_lines_go_to_a_new_file_that_is_never_overwritten(trained, capsys, tmp_path: Path) -> None:
+    folder, new = trained
+    out = tmp_path / "new.jsonl"
+    code, printed, err = predict(capsys, folder, new / "0.png", "--silo", "south", "--out", out)
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (code, printed) == (0, "")
+    assert err == f"1 images predicted with the model of silo south, in {out}\n"
+    assert list(row) == COLUMNS
+    assert row["label"] == "upper"
+    assert 0.5 <= row["probability"] <= 1
+    before = out.read_bytes()
+    code, _, err = predict(capsys, folder, new, "--out", out)
+    assert (code, err) == (2, f"uefl: {out} exists; choose another file with --out\n")
+    assert out.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"new.jsonl"}
+
+
+def test_silo_auto_names_its_choice(trained, capsys) -> None:
+    folder, new = trained
+    code, out, err = predict(capsys, folder, new, "--silo", "auto")
+    assert code == 0
+    assert len(read_csv(out)) == 7
+    assert err.startswith("silo auto: the models of all silos are equal; no coverage is guaranteed for a silo that is")
+
+
+def test_mistakes_are_one_line_and_exit_code_2(trained, capsys, tmp_path: Path) -> None:
+    folder, new = trained
+    out = tmp_path / "out.csv"
+    draw_image("upper", 1).convert("RGB").save(tmp_path / "color.png")
+    cases = {
+        (folder, new, "--silo", "nrth"): "unknown silo 'nrth'; known: north, south",
+        (folder, new, "--format", "xml"): "unknown format 'xml'; known: csv, jsonl",
+        (folder, new, "--samples", "0"): "samples=0 must be at least 1",
+        (folder, new / "none.png"): f"{new}/none.png: no such file or folder",
+        (folder, tmp_path / "missing"): f"{tmp_path}/missing: no such file or folder",
+        (new, new): f"{new}: no such model file, and no folder with a model.safetensors",
+        (folder, new / "broken.png", "--out", out): f"none of the 1 images is usable; the first: {new}/broken.png: ",
+        (folder, tmp_path / "color.png", "--out", out): (
+            f"none of the 1 images is usable; the first: {tmp_path}/color.png: 3 channels, but the model takes 1"
+        ),
+        (folder, new, "--out", tmp_path / "no" / "out.csv"): f"cannot write {tmp_path}/no/out.csv: no such file",
+    }
+    for arguments, message in cases.items():
+        code, printed, err = predict(capsys, *arguments)
+        assert (code, printed) == (2, ""), arguments
+        assert err.splitlines()[-1].startswith(f"uefl: {message}"), err
+    assert not out.exists()
+
+
+def test_an_image_of_another_size_needs_a_model_that_was_trained_to_resize(trained, capsys) -> None:
+    """The same file as in training without `image_size`."""
+    folder, new = trained
+    models = open_models(folder)
+    fixed = replace(models.description.input_format, resizing="none")
+    path = RunFolder(new.parent / "fixed").model_path
+    path.parent.mkdir()
+    replace(models, description=replace(models.description, input_format=fixed)).save(path)
+    code, _, err = predict(capsys, path, new / "large.png")
+    assert code == 2
+    assert "large.png: 30×30 pixels, but the model takes 12×12; it was trained without image_size" in err

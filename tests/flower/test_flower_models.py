@@ -1,0 +1,62 @@
+"""After the last round every silo keeps its copy of the model, and only its own."""
+
+import numpy as np
+import pytest
+import torch
+from small_federation import SILOS, make_experiment, make_flower_engine, make_grid, run_rounds
+
+from uefl.core.federation import is_codeword_tensor
+from uefl.experiment.loading import load, open_models
+from uefl.experiment.run_folder import RunFolder
+from uefl.flower.client_state import ClientStateStore
+from uefl.flower.node_data import load_data_once
+
+
+def find_copies(state_folder):
+    return {path.parent.name.removeprefix("silo-"): path for path in state_folder.rglob(RunFolder.MODEL_FILE)}
+
+
+@pytest.mark.parametrize("name", ["uefl", "fedbn", "local-only"])
+def test_a_silos_copy_predicts_as_the_silo_was_evaluated(name, tmp_path):
+    experiment, grid = make_experiment(name), make_grid(tmp_path)
+    engine = make_flower_engine(grid, experiment)
+    server, records = run_rounds(engine, experiment)
+    copies = find_copies(tmp_path)
+    assert sorted(copies) == sorted(SILOS)
+    for silo in load_data_once(experiment.data, experiment.seed)[0]:
+        model, recorded = load(copies[silo.name]), records[-1]["silos"][silo.name]
+        predictions = model.predict(silo.test.x)
+        assert (predictions.labels == silo.test.y.numpy()).mean() == pytest.approx(recorded["accuracy"])
+        assert predictions.uncertainty.entropy.mean() == pytest.approx(recorded["entropy"])
+        assert (model.silo_name, model.round) == (silo.name, 3)
+        assert model.label_counts == tuple(np.bincount(silo.train.y, minlength=10))
+        models = open_models(copies[silo.name])
+        assert models.description.silo_names == (silo.name,)
+        row = server.access[server.silo_names.index(silo.name)]
+        for tensor_name, tensor in models.model_state.items():
+            if is_codeword_tensor(tensor_name):
+                assert torch.allclose(tensor, server.model_state[tensor_name][row])
+    assert engine.get_personal_tensors(experiment.method, experiment.method.make_broadcast(engine, server)) == {}, (
+        "what belongs to a silo stays there"
+    )
+
+
+def test_a_model_that_cannot_be_written_is_a_note(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ClientStateStore, "write_model", fail)
+    experiment, notes = make_experiment("fedavg"), []
+    engine = make_flower_engine(make_grid(tmp_path), experiment)
+    query = engine.query
+
+    def record_notes(*arguments):
+        for reply in query(*arguments):
+            notes.append(reply.note)
+            yield reply
+
+    monkeypatch.setattr(engine, "query", record_notes)
+    _, records = run_rounds(engine, experiment)
+    assert notes == ["the silo could not write its copy of the model"] * 3
+    assert all("accuracy" in silo for silo in records[-1]["silos"].values())
+    assert not find_copies(tmp_path)

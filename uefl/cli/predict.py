@@ -1,0 +1,121 @@
+"""`uefl predict`: predict the classes of new images with a trained model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from uefl.cli.options import DeviceOption, ThreadsOption
+from uefl.core.errors import InputError
+
+if TYPE_CHECKING:
+    from uefl.data.readers.context import ReadContext
+    from uefl.data.readers.unlabeled_files import UnlabeledFile
+    from uefl.experiment.silo_models import SiloModels
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(predict)
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or a model file.")],
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(metavar="INPUT...", help="Images, folders, zip archives, or CSV files with a column `path`."),
+    ],
+    silo: Annotated[
+        str,
+        typer.Option(
+            help="Silo whose model is used; auto: the one that fits the inputs best; without it, what all silos share."
+        ),
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; an existing one is never overwritten. Default: the terminal.")
+    ] = None,
+    format_name: Annotated[
+        str, typer.Option("--format", help="csv or jsonl (JSON lines); by default that of the file's name, else csv.")
+    ] = "",
+    samples: Annotated[
+        int | None, typer.Option(help="Passes with dropout, for the uncertainty; by default as in training.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the passes; by default that of the training.")] = None,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = 1,
+) -> None:
+    """Predict the classes of new images.
+
+    Writes one row per image: file, label, probability, predictive entropy
+    and mutual information (both in nats). Images that cannot be read are
+    named and skipped. All inputs of one command use the same model.
+
+    \b
+    Examples:
+      uefl predict runs/uefl-folder-… photos/new --silo north
+      uefl predict runs/uefl-folder-… a.png b.png --silo auto
+      uefl predict runs/uefl-folder-… new.zip --silo north --out new.jsonl
+    """
+    if samples is not None and samples < 1:
+        raise InputError(f"samples={samples} must be at least 1")
+    if threads < 1:
+        raise InputError(f"threads={threads} must be at least 1")
+
+    import torch
+
+    from uefl.data.readers.context import ReadContext
+    from uefl.data.readers.unlabeled_files import list_unlabeled_files
+    from uefl.engines.choosing import check_device
+    from uefl.experiment.loading import open_models
+    from uefl.experiment.prediction_rows import choose_format, open_output, predict_files, write_rows
+
+    check_device(device)
+    torch.set_num_threads(threads)
+    chosen_format, context = choose_format(format_name, out), ReadContext(skip_bad=True, show_progress=True)
+    models = open_models(run)
+    if not models.description.input_format.is_image:
+        raise InputError(f"{run} takes no images; use uefl.load and predict in Python")
+    if silo and silo != "auto":
+        models.check_silo(silo)
+    files = list_unlabeled_files(inputs, context)
+    silo = _choose_silo(models, files, device) if silo == "auto" else silo
+    model = models.build(silo, device)
+    rows = predict_files(model, files, context, mc_samples=samples, seed=seed)
+    if out is None:
+        count = write_rows(rows, sys.stdout, chosen_format)
+    else:
+        with open_output(out) as file:
+            if not (count := write_rows(rows, file, chosen_format)):
+                raise no_usable_image(context)  # and leave no file
+    _report(context, count, f"silo {model.silo_name}" if model.silo_name else "all silos", out)
+
+
+def _choose_silo(models: SiloModels, files: list[UnlabeledFile], device: str) -> str:
+    from uefl.experiment.prediction_rows import decode_probes
+    from uefl.experiment.silo_choice import choose_silo
+
+    choice = choose_silo(models, decode_probes(files, models.description.input_format), device)
+    typer.echo(choice.describe(), err=True)
+    return choice.silo_name
+
+
+def _report(context: ReadContext, count: int, owner: str, out: Path | None) -> None:
+    """Name what was skipped and count what was predicted, beside the output."""
+    skipped = context.skipped_messages
+    for note, number in sorted(context.note_counts.items()):
+        typer.echo(f"{number} {note}", err=True)
+    for line in skipped:
+        typer.echo(f"skipped: {line}", err=True)
+    if not count:
+        raise no_usable_image(context)
+    bad = f"; {len(skipped)} bad files skipped" if skipped else ""
+    where = f", in {out}" if out else ""
+    typer.echo(f"{count} images predicted with the model of {owner}{bad}{where}", err=True)
+
+
+def no_usable_image(context: ReadContext) -> InputError:
+    """Return the error of a command that predicted nothing."""
+    lines = context.skipped_messages
+    return InputError(f"none of the {len(lines)} images is usable; the first: {lines[0]}")

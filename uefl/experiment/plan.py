@@ -1,0 +1,70 @@
+"""What a run will do, before it starts: images, silos, weights, and an estimate of its time from two training steps."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from uefl.algorithms.fedavg import FedAvg, ensemble_cross_entropy
+from uefl.core.federation import SPLITS, Silo
+
+_FORWARD_SHARE = 1 / 3  # time of an evaluated example relative to a trained one
+_NUM_PROBED = 2  # the first step also allocates
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Counts that tell how large a run is, and its estimated seconds."""
+
+    num_images: int
+    num_silos: int
+    num_parameters: int
+    num_rounds: int
+    seconds: float
+
+
+def make_plan(method: FedAvg, net: nn.Module, silos: Sequence[Silo], device: str) -> RunPlan:
+    """Count, and measure the time of a training step on a copy of the network."""
+    num_images = sum(len(silo.examples(split).y) for silo in silos for split in SPLITS)
+    num_parameters = sum(parameter.numel() for parameter in net.parameters())
+    seconds = _measure_step(method, net, silos, device) * _count_steps(method, silos)
+    return RunPlan(num_images, len(silos), num_parameters, method.total_rounds, seconds)
+
+
+def _count_steps(method: FedAvg, silos: Sequence[Silo]) -> float:
+    """Return the training steps of a run, with evaluations counted as a part of a step."""
+    trained = sum(len(silo.train.y) for silo in silos) * method.local.epochs
+    splits = (*method.eval_splits, *method.local_eval_splits)
+    evaluated = sum(len(silo.examples(split).y) for silo in silos for split in splits)
+    share = method.clients_per_round / len(silos) if method.clients_per_round else 1.0
+    return method.total_rounds * (trained * share + evaluated * _FORWARD_SHARE) / method.local.batch_size
+
+
+def _measure_step(method: FedAvg, net: nn.Module, silos: Sequence[Silo], device: str) -> float:
+    """Return the seconds of one training step without the optimizer."""
+    largest = max(silos, key=lambda silo: len(silo.train.y)).train
+    size = min(method.local.batch_size, len(largest.y))
+    probe = copy.deepcopy(net).to(device).train()
+    x, y = largest.x[:size].to(device), largest.y[:size].to(device)
+    params = [parameter for parameter in probe.parameters() if parameter.requires_grad]
+    seconds = 0.0
+    with torch.random.fork_rng([device] if device.startswith("cuda") else []):
+        for _ in range(_NUM_PROBED):
+            started = time.perf_counter()
+            torch.autograd.grad(ensemble_cross_entropy(probe(x).logits, y), params, allow_unused=True)
+            if device.startswith("cuda"):
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - started
+    return seconds * method.local.batch_size / size
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a time in the unit that fits."""
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,125 @@
+"""Predict image files and write one row per file, as CSV or as JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from uefl.core.errors import InputError, unknown_value_error
+from uefl.data.input_format import InputFormat
+from uefl.data.readers.context import ReadContext
+from uefl.data.readers.unlabeled_files import UnlabeledFile
+from uefl.experiment.files import make_temporary_path, replace_file
+from uefl.experiment.trained_model import Predictions, TrainedModel
+
+FORMATS = ("csv", "jsonl")
+COLUMNS = ("file", "label", "probability", "predictive_entropy", "mutual_information")
+CALIBRATED_COLUMNS = ("prediction_set", "abstain")  # of a calibrated model
+NUM_PROBES = 256  # inputs by which a silo is chosen
+Row = dict[str, Any]
+
+
+def predict_files(
+    model: TrainedModel,
+    files: Sequence[UnlabeledFile],
+    context: ReadContext,
+    *,
+    mc_samples: int | None = None,
+    seed: int | None = None,
+) -> Iterator[Row]:
+    """Yield one row per file; `context` collects a line for each file that cannot be used."""
+    names: list[str] = []
+    pixels: list[Tensor] = []
+    index = 0
+    for i, file in enumerate(context.track_progress(files, "predicting", len(files)), 1):
+        decoded = decode_file(file, model.input_format, context)
+        if decoded is not None:
+            names.append(file.name)
+            pixels.append(decoded)
+        if names and (len(names) == model.batch_size or i == len(files)):
+            inputs = model.input_format.convert(torch.stack(pixels))
+            yield from make_rows(names, model.predict_batch(inputs, index, mc_samples, seed))
+            names, pixels, index = [], [], index + 1
+
+
+def decode_file(file: UnlabeledFile, input_format: InputFormat, context: ReadContext) -> Tensor | None:
+    """Return the pixels of a file, or None if it is skipped with a line that names it."""
+    try:
+        data = file.read()  # its error names the file
+    except InputError as e:
+        context.skip_or_raise(str(e))
+        return None
+    try:
+        return input_format.decode_file(data)
+    except InputError as e:
+        context.skip_or_raise(f"{file.name}: {e}")
+        return None
+
+
+def decode_probes(files: Sequence[UnlabeledFile], input_format: InputFormat) -> Tensor:
+    """Return some of the files, evenly spaced, as inputs of a model; files that cannot be used are left out."""
+    context = ReadContext(skip_bad=True)
+    step = -(-len(files) // NUM_PROBES)
+    decoded = [decode_file(file, input_format, context) for file in files[::step]]
+    pixels = [p for p in decoded if p is not None]
+    if not pixels:
+        raise InputError(f"none of the {len(decoded)} images is usable; the first: {context.skipped_messages[0]}")
+    return input_format.convert(torch.stack(pixels))
+
+
+def make_rows(names: Sequence[str], predictions: Predictions) -> Iterator[Row]:
+    """Yield the rows of one batch."""
+    entropy, information = predictions.uncertainty
+    values = zip(names, predictions.names, predictions.confidence, entropy, information, strict=True)
+    for i, (name, label, *numbers) in enumerate(values):
+        row = dict(zip(COLUMNS, (name, label, *(float(f"{number:.6g}") for number in numbers)), strict=True))
+        if predictions.sets is not None and predictions.abstain is not None:
+            row["prediction_set"] = [predictions.classes[c] for c in predictions.sets[i]]
+            row["abstain"] = bool(predictions.abstain[i])
+        yield row
+
+
+def choose_format(name: str, out: Path | None) -> str:
+    """Return the format by its name or, without one, by the suffix of the file; CSV by default."""
+    if name and name not in FORMATS:
+        raise unknown_value_error("format", name, FORMATS)
+    return name or ("jsonl" if out is not None and out.suffix.lower() in (".jsonl", ".ndjson", ".json") else "csv")
+
+
+def write_rows(rows: Iterator[Row], file: TextIO, format_name: str) -> int:
+    """Write rows as they come, and return their number."""
+    writer, count = None, 0
+    for row in rows:
+        if format_name == "jsonl":
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        else:
+            if writer is None:
+                writer = csv.DictWriter(file, list(row), lineterminator="\n")
+                writer.writeheader()
+            lists = {name: " ".join(v) if isinstance(v, list) else v for name, v in row.items()}
+            writer.writerow(lists)
+        count += 1
+    return count
+
+
+@contextmanager
+def open_output(path: Path) -> Iterator[TextIO]:
+    """Open a new file that appears when it is complete; an existing one is never overwritten."""
+    if path.exists():
+        raise InputError(f"{path} exists; choose another file with --out")
+    temporary = make_temporary_path(path)
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
+            yield file
+        replace_file(temporary, path)
+    except OSError as e:
+        raise InputError(f"cannot write {path}: {(e.strerror or str(e)).lower()}") from None
+    finally:
+        temporary.unlink(missing_ok=True)

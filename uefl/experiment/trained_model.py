@@ -1,0 +1,163 @@
+"""A trained model of one silo: arrays in, arrays out, with the same passes as the evaluation of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from uefl.core import noise_addresses as addresses
+from uefl.core.errors import InputError
+from uefl.core.federation import iterate_batch_slices
+from uefl.core.noise import derive_key, salt_noise_layers
+from uefl.core.uncertainty import compute_uncertainty
+from uefl.engines.serial import fork_rng, seed_noise, to_channels_last
+from uefl.experiment.experiment import DTYPES
+from uefl.experiment.files import ensure_writable_folder
+from uefl.experiment.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from uefl.algorithms.fedavg import FedAvg
+    from uefl.data.input_format import InputFormat
+    from uefl.experiment.silo_models import SiloModels
+
+Array = NDArray[Any]
+
+
+class PredictionUncertainty(NamedTuple):
+    """Uncertainty per example, in nats, from Monte Carlo dropout or the members of an ensemble."""
+
+    entropy: Array  # [n] predictive entropy: how uncertain the averaged prediction is
+    mutual_information: Array  # [n] how much the sampled predictions disagree
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions for n examples and C classes."""
+
+    labels: Array  # [n] int64, indices of `classes`
+    probabilities: Array  # [n, C] of the prediction without dropout, whose largest is the label
+    uncertainty: PredictionUncertainty
+    classes: tuple[str, ...]
+    sets: list[Array] | None = None  # labels of each prediction set; None: the model is not calibrated
+    abstain: Array | None = None  # [n] bool; None: the model is not calibrated
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the predicted classes."""
+        return [self.classes[label] for label in self.labels]
+
+    @property
+    def confidence(self) -> Array:
+        """The probability of each predicted label: [n]."""
+        return np.take_along_axis(self.probabilities, self.labels[:, None], 1)[:, 0]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class TrainedModel:
+    """The model of one silo, or the one that all silos share."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        input_format: InputFormat,
+        classes: Sequence[str],
+        method: FedAvg,
+        *,
+        silo_name: str,
+        seed: int,
+        round: int,
+        precision: str,
+        device: str,
+        label_counts: Sequence[int],
+        models: SiloModels,
+    ) -> None:
+        self.device, self.dtype = torch.device(device), DTYPES[precision]
+        self.net = net.to(self.device, self.dtype).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+        self.input_format, self.classes, self.method = input_format, tuple(classes), method
+        self.silo_name, self.seed, self.round = silo_name, seed, round
+        self.label_counts = tuple(label_counts)
+        self._models, self._noise_layers = models, salt_noise_layers(self.net)
+
+    @property
+    def label_prior(self) -> Array | None:
+        """The silo's share of training examples per class, or None if only the silo knows it."""
+        counts = np.array(self.label_counts, dtype=np.float64)
+        return counts / counts.sum() if counts.sum() else None
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per pass."""
+        return self.method.local.eval_batch_size
+
+    def predict(self, x: Any, *, mc_samples: int | None = None, seed: int | None = None) -> Predictions:
+        """Predict labels, probabilities and uncertainty of examples: a tensor, an array or a list.
+
+        Images of uint8 are scaled as in training; floats are used as they are. `mc_samples` is the number of passes
+        with dropout, by default that of the training. With the seed of the training, which is the default, a silo's
+        test examples give exactly the evaluation of the last round.
+        """
+        inputs = self.input_format.convert(x)
+        slices = list(iterate_batch_slices(len(inputs), self.batch_size)) or [slice(0, 0)]
+        batches = [self.predict_batch(inputs[s], i, mc_samples, seed) for i, s in enumerate(slices)]
+        return join_predictions(batches)
+
+    def predict_batch(
+        self, inputs: Tensor, index: int, mc_samples: int | None = None, seed: int | None = None
+    ) -> Predictions:
+        """Predict one batch of converted inputs; its index addresses the draws."""
+        if mc_samples is not None and mc_samples < 1:
+            raise InputError(f"mc_samples={mc_samples} must be at least 1")
+        num_samples, classes = mc_samples or self.method.mc_samples, self.classes
+        if not len(inputs):
+            none, nothing = np.zeros((0,)), np.zeros((0, len(classes)))
+            return Predictions(none.astype(np.int64), nothing, PredictionUncertainty(none, none), classes)
+        x = inputs.to(self.device, self.dtype) if inputs.is_floating_point() else inputs.to(self.device)
+        key = derive_key(
+            self.seed if seed is None else seed,
+            self.silo_name,
+            self.round,
+            index,
+            addresses.TASKS["evaluate"],
+            "test",
+        )
+        with fork_rng(self.device), torch.no_grad():
+            seed_noise(self._noise_layers, key, self.device)
+            prediction = self.net.predict_with_samples(to_channels_last(x), num_samples)
+        p = prediction.logits.softmax(-1).mean(0)
+        uncertainty = compute_uncertainty(prediction.sampled_logits.softmax(-1))
+        values = PredictionUncertainty(
+            uncertainty.predictive_entropy.cpu().numpy(), uncertainty.mutual_information.cpu().numpy()
+        )
+        return Predictions(p.argmax(-1).cpu().numpy(), p.cpu().numpy(), values, classes)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write this silo's copy of the model to a folder; an existing file is never overwritten."""
+        models = self._models.select_silo(self.silo_name) if self.silo_name else self._models
+        return save_models(models, Path(folder))
+
+
+def save_models(models: SiloModels, folder: Path) -> Path:
+    """Write a model file into a folder; an existing one is never overwritten."""
+    path = RunFolder(ensure_writable_folder(folder)).model_path
+    if path.exists():
+        raise InputError(f"{path} exists; choose another folder")
+    models.save(path)
+    return path
+
+
+def join_predictions(batches: Sequence[Predictions]) -> Predictions:
+    """Return the predictions of several batches as one value."""
+    labels, probabilities, entropy, information = (
+        np.concatenate(arrays)
+        for arrays in zip(*((b.labels, b.probabilities, *b.uncertainty) for b in batches), strict=True)
+    )
+    return Predictions(labels, probabilities, PredictionUncertainty(entropy, information), batches[0].classes)
