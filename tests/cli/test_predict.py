@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import uefl.data
 from uefl.cli.main import main
+from uefl.data.readers.table import read_table
+from uefl.data.table_format import TableFormat
 from uefl.experiment.loading import load, open_models
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import run
@@ -83,7 +86,7 @@ def test_a_folder_gives_one_row_per_image_and_names_bad_files(trained, capsys) -
     assert err.splitlines() == [
         "1 files skipped: no image by their name",
         f"skipped: {new}/broken.png: not an image format that Pillow supports",
-        "7 images predicted with the model of silo north; 1 bad files skipped",
+        "7 predicted with the model of silo north; 1 bad ones skipped",
     ]
 
 
@@ -118,7 +121,7 @@ def test_json_lines_go_to_a_new_file_that_is_never_overwritten(trained, capsys, 
     code, printed, err = predict(capsys, folder, new / "0.png", "--silo", "south", "--out", out)
     (row,) = [json.loads(line) for line in out.read_text().splitlines()]
     assert (code, printed) == (0, "")
-    assert err == f"1 images predicted with the model of silo south, in {out}\n"
+    assert err == f"1 predicted with the model of silo south, in {out}\n"
     assert list(row) == COLUMNS
     assert row["label"] == "upper"
     assert 0.5 <= row["probability"] <= 1
@@ -172,3 +175,33 @@ def test_an_image_of_another_size_needs_a_model_that_was_trained_to_resize(train
     code, _, err = predict(capsys, path, new / "large.png")
     assert code == 2
     assert "large.png: 30×30 pixels, but the model takes 12×12; it was trained without image_size" in err
+
+
+def test_new_rows_of_a_table_are_predicted_as_in_training(capsys, tmp_path: Path) -> None:
+    """Real patients of four hospitals, read again from a file with a bad row and without labels."""
+    settings = ["width=8", "hidden_size=8", "rounds=2", "iterations=1", "mc_samples=3"]
+    (experiment,) = parse_experiments(["fedavg", "heart", *settings], ["uefl"], "default").values()
+    folder = run(experiment, tmp_path / "runs")
+    source = Path(uefl.data.__file__).parent / "embedded" / "heart_disease_uci.csv"
+    with source.open(newline="") as file:
+        rows = list(csv.DictReader(file))[:8]
+    rows[3]["age"] = "old"
+    with (tmp_path / "new.csv").open("w", newline="") as file:
+        names = [name for name in rows[0] if name not in ("num", "dataset")]
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    silo_name = open_models(folder).description.silo_names[0]
+    code, out, err = predict(capsys, folder, tmp_path / "new.csv", "--silo", silo_name)
+    predicted = read_csv(out)
+    assert code == 0, err
+    assert [row["file"] for row in predicted] == [f"{tmp_path / 'new.csv'}:{line}" for line in (2, 3, 4, 6, 7, 8, 9)]
+    assert "new.csv: line 5: age 'old'" in err
+    assert f"7 predicted with the model of silo {silo_name}; 1 bad ones skipped" in err
+    model = load(folder, silo_name)
+    table = TableFormat.from_json(model.input_format.table)
+    expected = model.predict(read_table(tmp_path / "new.csv", table).x)
+    assert [row["label"] for row in predicted] == expected.names
+    silo = next(s for s in experiment.data.load(0)[0] if s.name == silo_name)
+    recorded = RunFolder(folder).read_summary()["last"]["silos"][silo_name]
+    assert (model.predict(silo.test.x).labels == silo.test.y.numpy()).mean() == pytest.approx(recorded["accuracy"])

@@ -12,8 +12,9 @@ from uefl.cli.options import DeviceOption, ThreadsOption
 from uefl.core.errors import InputError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from uefl.data.readers.context import ReadContext
-    from uefl.data.readers.unlabeled_files import UnlabeledFile
     from uefl.experiment.silo_models import SiloModels
 
 
@@ -25,7 +26,10 @@ def predict(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, or a model file.")],
     inputs: Annotated[
         list[Path],
-        typer.Argument(metavar="INPUT...", help="Images, folders, zip archives, or CSV files with a column `path`."),
+        typer.Argument(
+            metavar="INPUT...",
+            help="Images, folders, zip archives, CSV files with a column `path`, or CSV files of tables.",
+        ),
     ],
     silo: Annotated[
         str,
@@ -46,9 +50,9 @@ def predict(
     device: DeviceOption = "cpu",
     threads: ThreadsOption = 1,
 ) -> None:
-    """Predict the classes of new images.
+    """Predict the classes of new images, or of new rows of a table.
 
-    Writes one row per image: file, label, probability, predictive entropy
+    Writes one row per image or row: file (and line), label, probability, predictive entropy
     and mutual information (both in nats). Images that cannot be read are
     named and skipped. All inputs of one command use the same model.
 
@@ -69,20 +73,36 @@ def predict(
     from uefl.data.readers.unlabeled_files import list_unlabeled_files
     from uefl.engines.choosing import check_device
     from uefl.experiment.loading import open_models
-    from uefl.experiment.prediction_rows import choose_format, open_output, predict_files, write_rows
+    from uefl.experiment.prediction_rows import (
+        choose_format,
+        decode_probes,
+        open_output,
+        predict_files,
+        predict_table_rows,
+        read_table_inputs,
+        write_rows,
+    )
+    from uefl.experiment.silo_choice import AUTO
 
     check_device(device)
     torch.set_num_threads(threads)
     chosen_format, context = choose_format(format_name, out), ReadContext(skip_bad=True, show_progress=True)
     models = open_models(run)
-    if not models.description.input_format.is_image:
-        raise InputError(f"{run} takes no images; use uefl.load and predict in Python")
-    if silo and silo != "auto":
+    input_format = models.description.input_format
+    if silo and silo != AUTO:
         models.check_silo(silo)
-    files = list_unlabeled_files(inputs, context)
-    silo = _choose_silo(models, files, device) if silo == "auto" else silo
-    model = models.build(silo, device)
-    rows = predict_files(model, files, context, mc_samples=samples, seed=seed)
+    if input_format.table:
+        table_rows = read_table_inputs(inputs, input_format, context)
+        silo = _choose_silo(models, table_rows.probes, device) if silo == AUTO else silo
+        model = models.build(silo, device)
+        rows = predict_table_rows(model, table_rows, context, mc_samples=samples, seed=seed)
+    elif input_format.is_image:
+        files = list_unlabeled_files(inputs, context)
+        silo = _choose_silo(models, decode_probes(files, input_format), device) if silo == AUTO else silo
+        model = models.build(silo, device)
+        rows = predict_files(model, files, context, mc_samples=samples, seed=seed)
+    else:
+        raise InputError(f"{run} takes neither images nor tables; use uefl.load and predict in Python")
     if out is None:
         count = write_rows(rows, sys.stdout, chosen_format)
     else:
@@ -92,11 +112,10 @@ def predict(
     _report(context, count, f"silo {model.silo_name}" if model.silo_name else "all silos", out)
 
 
-def _choose_silo(models: SiloModels, files: list[UnlabeledFile], device: str) -> str:
-    from uefl.experiment.prediction_rows import decode_probes
+def _choose_silo(models: SiloModels, probes: Tensor, device: str) -> str:
     from uefl.experiment.silo_choice import choose_silo
 
-    choice = choose_silo(models, decode_probes(files, models.description.input_format), device)
+    choice = choose_silo(models, probes, device)
     typer.echo(choice.describe(), err=True)
     return choice.silo_name
 
@@ -110,9 +129,9 @@ def _report(context: ReadContext, count: int, owner: str, out: Path | None) -> N
         typer.echo(f"skipped: {line}", err=True)
     if not count:
         raise no_usable_image(context)
-    bad = f"; {len(skipped)} bad files skipped" if skipped else ""
+    bad = f"; {len(skipped)} bad ones skipped" if skipped else ""
     where = f", in {out}" if out else ""
-    typer.echo(f"{count} images predicted with the model of {owner}{bad}{where}", err=True)
+    typer.echo(f"{count} predicted with the model of {owner}{bad}{where}", err=True)
 
 
 def no_usable_image(context: ReadContext) -> InputError:

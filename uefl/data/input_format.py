@@ -26,13 +26,14 @@ OWNER = "predict"  # what error messages begin with
 
 @dataclass(frozen=True)
 class InputFormat:
-    """Shape and scaling of the inputs of a model. The columns of a table will be a further field."""
+    """Shape and scaling of the inputs of a model: images, the rows of a table, or other arrays."""
 
     shape: tuple[int, ...]  # of one example
     mean: tuple[float, ...] = ()  # per channel, of pixels in [0, 1]; empty: the inputs are not images
     std: tuple[float, ...] = ()
     resizing: Resizing = "none"  # of image files: none, by Pillow as they are read, or by torch after they are decoded
     is_integer: bool = False  # tokens in place of numbers
+    table: str = ""  # columns, levels and scaling of a table, as JSON; empty: no table
 
     @property
     def is_image(self) -> bool:
@@ -81,10 +82,10 @@ class InputFormat:
         return cls(**fields)
 
 
-def describe_source(config: DataConfig, shape: tuple[int, ...]) -> InputFormat:
+def describe_source(config: DataConfig, shape: tuple[int, ...], table: str = "") -> InputFormat:
     """Return the format of a data set; mean and deviation of images are fixed and the same at every silo."""
-    if len(shape) != 3:
-        return InputFormat(shape)
+    if table or len(shape) != 3:
+        return InputFormat(shape, table=table)
     source = SOURCES[config.name]
     resizing: Resizing = "none"
     if config.image_size:

@@ -1,4 +1,4 @@
-"""Predict image files and write one row per file, as CSV or as JSON lines."""
+"""Predict image files or the rows of tables, and write one row for each, as CSV or as JSON lines."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
 
 from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.federation import iterate_batch_slices
 from uefl.data.input_format import InputFormat
 from uefl.data.readers.context import ReadContext
+from uefl.data.readers.table import read_table
 from uefl.data.readers.unlabeled_files import UnlabeledFile
+from uefl.data.table_format import TableFormat
 from uefl.experiment.files import make_temporary_path, replace_file
 from uefl.experiment.trained_model import Predictions, TrainedModel
 
@@ -24,6 +27,18 @@ COLUMNS = ("file", "label", "probability", "predictive_entropy", "mutual_informa
 CALIBRATED_COLUMNS = ("prediction_set", "abstain")  # of a calibrated model
 NUM_PROBES = 256  # inputs by which a silo is chosen
 Row = dict[str, Any]
+
+
+class TableInputs(NamedTuple):
+    """Rows of tables as a model takes them, with file and line of each."""
+
+    names: list[str]
+    x: Tensor
+
+    @property
+    def probes(self) -> Tensor:
+        """Some rows, evenly spaced, by which a silo is chosen."""
+        return self.x[:: -(-len(self.x) // NUM_PROBES)]
 
 
 def predict_files(
@@ -47,6 +62,26 @@ def predict_files(
             inputs = model.input_format.convert(torch.stack(pixels))
             yield from make_rows(names, model.predict_batch(inputs, index, mc_samples, seed))
             names, pixels, index = [], [], index + 1
+
+
+def predict_table_rows(
+    model: TrainedModel, rows: TableInputs, context: ReadContext, *, mc_samples: int | None, seed: int | None
+) -> Iterator[Row]:
+    """Yield one row per row of a table."""
+    slices = list(iterate_batch_slices(len(rows.x), model.batch_size))
+    for i, s in enumerate(context.track_progress(slices, "predicting", len(slices))):
+        yield from make_rows(rows.names[s], model.predict_batch(rows.x[s], i, mc_samples, seed))
+
+
+def read_table_inputs(paths: Sequence[Path], input_format: InputFormat, context: ReadContext) -> TableInputs:
+    """Read the rows of CSV files in the format of the training rows; `context` collects a line for each bad row."""
+    table, names, pieces = TableFormat.from_json(input_format.table), [], []
+    for path in paths:
+        rows = read_table(path, table)
+        names += [f"{path}:{line}" for line in rows.lines]
+        pieces.append(rows.x)
+        context.skipped_messages += rows.skipped
+    return TableInputs(names, input_format.convert(torch.cat(pieces)))
 
 
 def decode_file(file: UnlabeledFile, input_format: InputFormat, context: ReadContext) -> Tensor | None:

@@ -344,7 +344,7 @@ def _collect_models(
         method=config["method"],
         model=config["model"],
         network={},
-        input_format=describe_source(experiment.data, context.input_shape),
+        input_format=describe_source(experiment.data, context.input_shape, context.table),
         class_names=context.class_names,
         silo_names=server.silo_names,
         silos=collect_facts(server.silo_names, clients.num_examples, context.label_counts, last_record),

@@ -137,7 +137,9 @@ class SiloModels:
             config = from_dict(ModelConfig, {**description.model, "pretrained_weights": "", "frozen_batch_norm": False})
             build = partial(config.build_network, shape, num_classes)
         elif self.encoder is not None:
-            build = partial(Net, copy.deepcopy(self.encoder), num_classes, shape, **description.network)
+            dtype = torch.int64 if description.input_format.is_integer else torch.float32
+            encoder = copy.deepcopy(self.encoder)
+            build = partial(Net, encoder, num_classes, shape, input_dtype=dtype, **description.network)
         else:
             raise InputError("this model has an encoder of your own; give it to `load` as encoder=…")
         return initialize_network(description.seed, build, self.method.adapt_network)

@@ -191,7 +191,9 @@ def _store_model(
         method=config["method"],
         model=config["model"],
         network={},
-        input_format=describe_source(request.experiment.data, tuple(payload["image_shape"])),
+        input_format=describe_source(
+            request.experiment.data, tuple(payload["image_shape"]), str(payload.get("table", ""))
+        ),
         class_names=tuple(payload["classes"]),
         silo_names=(silo.name,),
         silos=collect_facts((silo.name,), engine.num_examples, label_counts, record),
