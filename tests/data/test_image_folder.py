@@ -208,7 +208,7 @@ def test_progress_bar_is_shown_for_any_path(tmp_path, monkeypatch, capsys):
 def test_folder_needs_a_path_and_unknown_names_are_rejected():
     with pytest.raises(InputError, match="folder needs a path"):
         read_images("folder")
-    with pytest.raises(InputError, match="unknown data set 'imagenet'; known: mnist5k, heart, mnist"):
+    with pytest.raises(InputError, match="unknown data set 'imagenet'; known: mnist5k, digits, heart, mnist"):
         read_images("imagenet")
 
 
