@@ -225,6 +225,12 @@ def test_a_column_that_numbers_the_rows_is_warned_about() -> None:
         ({"numeric": ("age",), "ignore": ("age",)}, "column 'age' stands twice in numeric, categorical, boolean"),
         ({"numeric": ("age",), "levels": ("age=40",)}, "levels.age needs a categorical column, but age is numeric"),
         ({"positive": ("above:x",)}, "positive=above:x must be label values, or above:<number>"),
+        ({"positive": ("nosuch",)}, "positive=nosuch is not a value of 'ill', which has 0, 1"),
+        ({"positive": ("1", "2")}, "positive=2 is not a value of 'ill', which has 0, 1"),
+        ({"positive": ("0", "1")}, "positive=0,1 makes every row positive; 'ill' has 0, 1"),
+        ({"positive": ("above:7",)}, "positive=above:7 makes every row negative; 'ill' has 0, 1"),
+        ({"silo": "ill"}, "silo=ill and label=ill name the same column"),
+        ({"ignore": ("ill",)}, "ignore=ill and label=ill name the same column"),
         ({"ignore": ("age", "chol", "pain", "smoker")}, "no column is left as input of the network"),
     ],
 )
@@ -242,6 +248,20 @@ def test_labels_may_be_several_classes_or_a_rule(tmp_path: Path) -> None:
     assert by_rule.y.tolist() == [0] * 6 + [1] * 6
     by_value = read(path, label="pain", positive=("mild", "strong"))
     assert by_value.y.tolist() == [0, 1, 1] * 4
+
+
+def test_labels_are_compared_as_numbers_too(tmp_path: Path) -> None:
+    path = write_csv(tmp_path, [HEADER, *(r.replace(",1,s", ",1.0,s").replace(",0,n", ",0.0,n") for r in ROWS)])
+    assert read(path, positive=("1",)).y.tolist() == [0, 1] * 6
+
+
+def test_a_table_of_one_class_is_refused_unless_it_is_one_silo_of_several(tmp_path: Path) -> None:
+    path = write_csv(tmp_path, [HEADER, *ROWS[::2]])
+    with pytest.raises(InputError, match="label column 'ill' has only the value '0', but training needs two classes"):
+        read(path)
+    config = TableConfig(label="ill", positive=("1",))
+    images = read_training_table("table", path, ReadContext(table=config, is_one_silo=True))
+    assert images.y.tolist() == [0] * 6
 
 
 def test_a_split_column_decides_what_is_tested(tmp_path: Path) -> None:

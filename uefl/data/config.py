@@ -178,7 +178,7 @@ class DataConfig:
             raise InputError(f"{warnings[0]} (strict)")
         return silos, replace(images, warnings=(*images.warnings, *copies))
 
-    def read_images(self, *, show_progress: bool = True) -> Images:
+    def read_images(self, *, show_progress: bool = True, is_one_silo: bool = False) -> Images:
         """Read the images of the chosen classes; they are resized now or after the shift, as their source declares."""
         image_size = self.image_size if SOURCES[self.name].resize_when_reading else 0
         images = read_images(
@@ -190,6 +190,7 @@ class DataConfig:
             show_progress=show_progress,
             table=self.table,
             group=self.group,
+            is_one_silo=is_one_silo,
         )
         return select_first_classes(images, self.num_classes)
 

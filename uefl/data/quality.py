@@ -40,7 +40,7 @@ def warn_single_class_silos(silos: Sequence[Silo]) -> list[str]:
     names = [silo.name for silo in silos if len(silo.train.y) and bool((silo.train.y == silo.train.y[0]).all())]
     if not names:
         return []
-    return [f"{len(names)} of {len(silos)} silos have training images of only one class: {_join_first_names(names)}"]
+    return [f"{len(names)} of {len(silos)} silos have training images of only one class: {join_names(names)}"]
 
 
 def _drop_untrained_silos(images: Images, context: ReadContext) -> Images:
@@ -120,6 +120,7 @@ def _hash_pixels(x: Tensor) -> list[bytes]:
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in x.numpy()]
 
 
-def _join_first_names(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
+    """Return the first names as a list in words, with the number of the others."""
     num_more = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")

@@ -56,15 +56,16 @@ def read_images(
     show_progress: bool = True,
     table: TableConfig | None = None,
     group: str = "",
+    is_one_silo: bool = False,
 ) -> Images:
     """Return the images of a data set; they are decoded once and then mapped from the cache.
 
-    `strict` turns warnings into an error.
+    `strict` turns warnings into an error. A source of one silo among others need not have all labels.
     """
     if image_size is not None and image_size < 1:
         raise InputError(f"image_size={image_size} must be at least 1")
     try:
-        context = ReadContext(image_size, skip_bad, show_progress, table or TableConfig(), group)
+        context = ReadContext(image_size, skip_bad, show_progress, table or TableConfig(), group, is_one_silo)
         images = _read_source(name, SOURCES[name], path, context)
     except InputError as e:
         raise InputError(sanitize_line(str(e))) from e

@@ -83,7 +83,7 @@ def load_own_folder(experiment: Experiment, path: str, silo_name: str, domain: s
         raise InputError(f"pretrained_weights={weights} is a file path; a silo never opens a path sent by the server")
     try:
         config = adapt_to_own_table(config, Path(path)) if SOURCES[config.name].is_table else config
-        images = replace(config, path=path).read_images(show_progress=False)
+        images = replace(config, path=path).read_images(show_progress=False, is_one_silo=True)
     except Exception as e:  # the message of a reader names files
         raise SiloDataError(describe_data_error(Path(path))) from e
     if images.table:

@@ -31,6 +31,7 @@ class ReadContext:
     show_progress: bool = False
     table: TableConfig = field(default_factory=TableConfig)  # what the columns of a table mean
     group: str = ""  # column or pattern of what must stay together, such as the rows of a patient
+    is_one_silo: bool = False  # of several, each with a source of its own: other silos may have further labels
     skipped_messages: list[str] = field(default_factory=list)
     note_counts: Counter[str] = field(default_factory=Counter)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from uefl.core.errors import InputError
 from uefl.data.images import Images
-from uefl.data.quality import check_images
+from uefl.data.quality import check_images, join_names
 from uefl.data.readers.context import ReadContext, sanitize_line
 from uefl.data.readers.csv_rows import CsvRow, CsvTable, read_csv
 from uefl.data.readers.labeled_files import index_names
@@ -51,6 +51,9 @@ def read_training_table(name: str, path: Path, context: ReadContext) -> Images:
     config, group = context.table, context.group
     if not config.label:
         raise InputError(f"{name} needs the column with the class of a row: set label=<column>")
+    for setting_name, columns in (("silo", [config.silo]), ("split", [config.split]), ("ignore", config.ignore)):
+        if config.label in columns:
+            raise InputError(f"{setting_name}={config.label} and label={config.label} name the same column")
     named = {**config.column_names, **({group: "group"} if group else {})}
     csv_table = read_csv(path, [config.label, *(n for n in (config.silo, config.split, group) if n)], context)
     for column, setting_name in named.items():
@@ -68,7 +71,7 @@ def read_training_table(name: str, path: Path, context: ReadContext) -> Images:
     values, rows = _parse_values(csv_table, rows, table, context)
     if not rows:
         raise InputError(f"{path}: no usable row; the first: {context.skipped_messages[0]}")
-    classes, y = _make_labels(rows, config)
+    classes, y = _make_labels(rows, config, is_one_silo=context.is_one_silo)
     warnings = tuple(sanitize_line(line) for line in _warn_row_numbers(table, values))
     images = Images(name, values, y, classes, torch.tensor([_is_test(row, config) for row in rows]))
     if config.silo:
@@ -166,22 +169,49 @@ def _parse_values(
     return torch.tensor(values, dtype=torch.float64).reshape(len(values), len(table.columns)), parsed
 
 
-def _make_labels(rows: Sequence[CsvRow], config: TableConfig) -> tuple[tuple[str, ...], Tensor]:
+def _make_labels(rows: Sequence[CsvRow], config: TableConfig, *, is_one_silo: bool) -> tuple[tuple[str, ...], Tensor]:
     """Return the classes and the class of every row."""
     texts = [row.cells[config.label].strip() for row in rows]
-    if config.positive:
-        threshold = config.threshold
-        is_positive = [
-            text in config.positive if threshold is None else (parse_number(text) or 0.0) > threshold for text in texts
-        ]
-        return (NEGATIVE, POSITIVE), torch.tensor(is_positive, dtype=torch.int64)
     classes, y = index_names(texts)
+    if len(classes) == 1 and not is_one_silo:
+        raise InputError(
+            f"label column '{config.label}' has only the value '{classes[0]}', but training needs two classes"
+        )
+    if config.positive:
+        if not is_one_silo:
+            _check_positive(classes, config)
+        is_positive = torch.tensor([_is_positive(label, config) for label in classes])
+        return (NEGATIVE, POSITIVE), is_positive[y].long()
     if len(classes) > MAX_CLASSES:
         raise InputError(
             f"label column '{config.label}' has {len(classes)} different values; set positive=above:<number>, or "
             "another label"
         )
     return classes, y
+
+
+def _is_positive(label: str, config: TableConfig) -> bool:
+    if config.threshold is not None:
+        return (parse_number(label) or 0.0) > config.threshold
+    return any(_is_same_label(label, text) for text in config.positive)
+
+
+def _check_positive(labels: Sequence[str], config: TableConfig) -> None:
+    """Raise an error if `positive` names a label that does not occur, or does not divide the labels."""
+    for text in config.positive if config.threshold is None else ():
+        if not any(_is_same_label(label, text) for label in labels):
+            raise InputError(f"positive={text} is not a value of '{config.label}', which has {join_names(labels)}")
+    is_positive = {_is_positive(label, config) for label in labels}
+    if len(is_positive) == 1:
+        raise InputError(
+            f"positive={','.join(config.positive)} makes every row {POSITIVE if is_positive.pop() else NEGATIVE}; "
+            f"'{config.label}' has {join_names(labels)}"
+        )
+
+
+def _is_same_label(label: str, text: str) -> bool:
+    number = parse_number(text)
+    return label == text or (number is not None and parse_number(label) == number)
 
 
 def _is_test(row: CsvRow, config: TableConfig) -> bool:
