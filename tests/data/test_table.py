@@ -250,6 +250,17 @@ def test_labels_may_be_several_classes_or_a_rule(tmp_path: Path) -> None:
     assert by_value.y.tolist() == [0, 1, 1] * 4
 
 
+def test_the_positive_class_of_two_texts_is_named(tmp_path: Path) -> None:
+    path = write_csv(tmp_path, [HEADER, *ROWS])
+    assert read(path, label="smoker").notes == (
+        "'yes' counts as the positive class of 'smoker'; set positive=No for the other one",
+    )
+    assert read(path, label="smoker", positive=("No",)).notes == ()
+    assert read(path).notes == ()  # 1 of 0 and 1
+    path = write_csv(tmp_path, [HEADER, *(r.replace(",0,n", ",-1,n") for r in ROWS)])
+    assert read(path).notes == ("'-1' counts as the positive class of 'ill'; set positive=1 for the other one",)
+
+
 def test_labels_are_compared_as_numbers_too(tmp_path: Path) -> None:
     path = write_csv(tmp_path, [HEADER, *(r.replace(",1,s", ",1.0,s").replace(",0,n", ",0.0,n") for r in ROWS)])
     assert read(path, positive=("1",)).y.tolist() == [0, 1] * 6

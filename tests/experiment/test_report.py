@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from uefl.core.metrics import METRICS
+from uefl.core.metrics import METRICS, TWO_CLASS_METRICS
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, print_results, select_better_fedavg
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.parsing import parse_experiments, parse_seeds
@@ -63,6 +63,18 @@ def test_a_table_shows_codewords_only_for_methods_with_a_codebook(tmp_path):
     assert "│ ada " in text
     assert "mA, mE, mP; most codewords" in text
     assert "0.500 │   0.250 │ 0.500 │   0.250 │      3 │        16" in text
+
+
+def test_the_class_that_metrics_of_two_classes_are_about_is_named(tmp_path):
+    path = write_run(tmp_path / "fedavg", num_codewords=0)
+    folder = RunFolder(path)
+    assert "are about class" not in capture(lambda console: print_runs({"fedavg": path}, console))
+    folder.write_header({**folder.read_header(), "class_names": ["ill", "[well]"]})
+    summary = folder.read_summary()
+    summary["mean of last 5"] |= {metric.label: 0.5 for metric in TWO_CLASS_METRICS}
+    folder.write_summary(summary)
+    output = capture(lambda console: print_runs({"fedavg": path}, console))
+    assert output.endswith("AUROC, AUPRC and sensitivity are about class '[well]'; the other class is 'ill'\n")
 
 
 def test_methods_that_train_with_another_optimizer_are_named(tmp_path):

@@ -47,6 +47,18 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     if two_classes:
         console.print(make_interval_table(runs))
         console.print(INTERVAL_NOTE, soft_wrap=True)
+        for line in describe_positive_classes(runs):
+            console.print(line, soft_wrap=True, markup=False)
+
+
+def describe_positive_classes(runs: Mapping[str, Path]) -> list[str]:
+    """Return a line with the class that the metrics of two classes are about, for each pair of classes in the runs."""
+    pairs = dict.fromkeys(tuple(RunFolder(path).read_header()["class_names"]) for path in runs.values())
+    return [
+        f"AUROC, AUPRC and sensitivity are about class '{pair[1]}'; the other class is '{pair[0]}'"
+        for pair in pairs
+        if len(pair) == 2
+    ]
 
 
 def describe_local_differences(local: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -81,7 +81,8 @@ def read_training_table(name: str, path: Path, context: ReadContext) -> Images:
         images = replace(images, group_ids=index_names([row.cells[group].strip() for row in rows])[1])
     images = check_images(images, context)
     table = replace(table, classes=images.classes)
-    return replace(images, table=table, warnings=(*images.warnings, *warnings))
+    notes = () if context.is_one_silo else _note_positive_class(images.classes, config)
+    return replace(images, table=table, warnings=(*images.warnings, *warnings), notes=(*images.notes, *notes))
 
 
 def make_column(name: str, rows: Sequence[CsvRow], config: TableConfig, path: Path) -> Column:
@@ -227,6 +228,17 @@ def _warn_row_numbers(table: TableFormat, values: Tensor) -> list[str]:
         if column.kind == "numeric" and is_whole and len(numbers) > 20 and len(set(numbers.tolist())) == len(numbers):
             lines.append(f"column '{column.name}' has another whole number in every row; set ignore={column.name}")
     return lines
+
+
+def _note_positive_class(classes: tuple[str, ...], config: TableConfig) -> tuple[str, ...]:
+    """Name the positive class of two texts: it is the last in the order of names, perhaps not the one that is meant."""
+    if len(classes) != 2 or config.positive:
+        return ()
+    first, last = map(parse_number, classes)
+    if first is not None and last is not None and first < last:  # the sign is no part of the order: 1 stands before -1
+        return ()
+    other, positive = map(sanitize_line, classes)
+    return (f"'{positive}' counts as the positive class of '{config.label}'; set positive={other} for the other one",)
 
 
 def read_user_table(path: Path, context: ReadContext) -> Images:
