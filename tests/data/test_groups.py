@@ -13,7 +13,7 @@ from uefl.core.federation import Silo
 from uefl.data import PARTITIONERS
 from uefl.data.config import DataConfig
 from uefl.data.defaults import get_default_config
-from uefl.data.images import Images
+from uefl.data.images import Images, select_rows
 from uefl.data.partitioners.partition import Partition
 from uefl.data.sources import read_images
 from uefl.data.table_config import TableConfig
@@ -62,6 +62,64 @@ def test_no_group_is_divided(partitioner: str, test_fraction: float) -> None:
     without = replace(images, group_ids=None)
     divided = list_places(config.make_partitions(without, 0), images)
     assert any(len(found) > 1 for found in divided.values())  # without groups they are divided
+
+
+def write_shared_patients(folder: Path) -> str:
+    """Write a table of 40 patients with two visits to each of two of three sites."""
+    path = folder / "visits.csv"
+    visits = [(p, "abc"[(p + k) % 3]) for p in range(40) for k in range(2) for _ in range(2)]
+    path.write_text(
+        "patient,site,age,ill\n" + "".join(f"{p},{s},{i % 17},{i % 2}\n" for i, (p, s) in enumerate(visits))
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize("rows_per_site", [1, 2])
+def test_a_group_of_several_silos_is_in_the_same_split_of_all(tmp_path: Path, rows_per_site: int) -> None:
+    config = replace(
+        get_default_config("table", "natural"), path=write_shared_patients(tmp_path), group="patient",
+        table=TableConfig(label="ill", silo="site"),
+    )  # fmt: skip
+    images = config.read_images()
+    images = images if rows_per_site == 2 else select_rows(images, torch.arange(len(images.y)) % 2 == 0)
+    for seed in range(5):
+        partitions = config.make_partitions(images, seed)
+        places = list_places(partitions, images)
+        assert len(places) == 40
+        assert all(len({silo for silo, _ in found}) == 2 for found in places.values())
+        assert all(len({split for _, split in found}) == 1 for found in places.values())
+        assert {split for found in places.values() for _, split in found} == {"train", "validation", "test"}
+        indices = torch.cat([torch.cat(list(partition[1:])) for partition in partitions])
+        assert indices.sort().values.tolist() == list(range(len(images.y)))
+
+
+def test_a_drawn_split_follows_the_split_of_the_source_in_another_silo(tmp_path: Path) -> None:
+    config = replace(
+        get_default_config("table", "natural"), path=write_shared_patients(tmp_path), group="patient",
+        table=TableConfig(label="ill", silo="site"),
+    )  # fmt: skip
+    images = config.read_images()
+    assert images.silo_ids is not None
+    assert images.group_ids is not None
+    images = replace(images, is_test=(images.silo_ids == 2) & (images.group_ids % 4 == 0))  # a and b have no test split
+    last = config.make_partitions(images, 0)[2]
+    assert not images.is_test[torch.cat([last.train, last.validation])].any()
+    assert images.is_test[last.test].all()
+
+
+def test_leave_one_out_does_not_train_with_groups_of_the_target(tmp_path: Path) -> None:
+    config = replace(
+        get_default_config("table", "leave-one-domain-out"), path=write_shared_patients(tmp_path), group="patient",
+        table=TableConfig(label="ill", silo="site"), shifts=(), target="b",
+    )  # fmt: skip
+    images = config.read_images()
+    target, *others = config.make_partitions(images, 0)
+    assert images.group_ids is not None
+    own = set(images.group_ids[torch.cat([target.validation, target.test])].tolist())
+    trained = set(images.group_ids[torch.cat([torch.cat([p.train, p.validation]) for p in others])].tolist())
+    assert len(own) == 27
+    assert trained == set(range(40)) - own
+    assert "54 examples of groups that occur in b are not trained with" in config.load(0)[1].warnings
 
 
 def test_groups_of_one_image_change_nothing() -> None:

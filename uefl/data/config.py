@@ -13,7 +13,7 @@ from uefl.core.field_rules import check_ranges, setting
 from uefl.core.memory import check_memory
 from uefl.data import PARTITIONERS, SOURCES
 from uefl.data.images import Images, resize_images, select_first_classes, select_rows, standardize_images
-from uefl.data.partitioners.groups import partition_groups
+from uefl.data.partitioners.groups import mark_groups_of_target, partition_groups, warn_groups_of_target
 from uefl.data.partitioners.leave_one_domain_out import get_named_domains
 from uefl.data.partitioners.partition import Partition
 from uefl.data.public_images import fit_images, mark_public_images
@@ -169,14 +169,14 @@ class DataConfig:
         images = images or self.read_images()
         partitions = self.make_partitions(images, seed)
         silos = self._load_silos(partitions, images, seed)
-        copies = warn_separated_copies(partitions, images)
+        warnings = warn_separated_copies(partitions, images) + warn_groups_of_target(self, images)
         if images.table:
             table = replace(images.table, classes=images.classes)
             table = scale_by_sums(table, [compute_sums(table, silo.train.x) for silo in silos])
             silos, images = [encode_silo(silo, table) for silo in silos], replace(images, table=table)
-        if self.strict and (warnings := copies + warn_single_class_silos(silos)):
-            raise InputError(f"{warnings[0]} (strict)")
-        return silos, replace(images, warnings=(*images.warnings, *copies))
+        if self.strict and (problems := warnings + warn_single_class_silos(silos)):
+            raise InputError(f"{problems[0]} (strict)")
+        return silos, replace(images, warnings=(*images.warnings, *warnings))
 
     def read_images(self, *, show_progress: bool = True, is_one_silo: bool = False) -> Images:
         """Read the images of the chosen classes; they are resized now or after the shift, as their source declares."""
@@ -214,15 +214,15 @@ class DataConfig:
 
     def make_partitions(self, images: Images, seed: int) -> list[Partition]:
         """Return the indices of every silo's images without reading pixels; no silo gets a public image."""
-        is_public = mark_public_images(images, self.num_held_out, seed)
-        partition, kept = PARTITIONERS[self.partitioner].partition, select_rows(images, ~is_public)
+        is_left_out = mark_public_images(images, self.num_held_out, seed) | mark_groups_of_target(self, images)
+        partition, kept = PARTITIONERS[self.partitioner].partition, select_rows(images, ~is_left_out)
         if kept.group_ids is None:
             partitions = partition(self, kept, seed)
         else:
             partitions = partition_groups(partition, self, kept, seed)
-        if not self.num_held_out:
+        if not is_left_out.any():
             return partitions
-        indices = (~is_public).nonzero()[:, 0]  # by the index among the remaining images
+        indices = (~is_left_out).nonzero()[:, 0]  # by the index among the remaining images
         return [Partition(silo, *(indices[split] for split in splits)) for silo, *splits in partitions]
 
     @property
