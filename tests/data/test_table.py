@@ -15,6 +15,7 @@ from uefl.data.readers.heart import HEART_FILE
 from uefl.data.readers.table import read_table, read_training_table
 from uefl.data.table_config import TableConfig
 from uefl.data.table_format import Column, ColumnSums, TableFormat, compute_sums, scale_by_sums
+from uefl.experiment.parsing import parse_experiments
 
 HEADER = "age,chol,pain,smoker,ill,site"
 PAINS, ANSWERS = ("none", "mild", "strong"), ("yes", "No")
@@ -221,6 +222,7 @@ def test_a_column_that_numbers_the_rows_is_warned_about() -> None:
         ({"scale": ("age=50",)}, "scale.age=50 must be mean,deviation, such as 54,9"),
         ({"scale": ("age=50,0",)}, "scale.age=50,0 must be mean,deviation"),
         ({"scale": ("smoker=1,1",)}, "scale.smoker needs a numeric column, but smoker is boolean"),
+        ({"scale": ("pain=1,1",)}, "scale.pain needs a numeric column, but pain is categorical"),
         ({"levels": ("pain=mild,none",)}, "line 4: pain 'strong' is not one of its levels: mild, none"),
         ({"numeric": ("age",), "ignore": ("age",)}, "column 'age' stands twice in numeric, categorical, boolean"),
         ({"numeric": ("age",), "levels": ("age=40",)}, "levels.age needs a categorical column, but age is numeric"),
@@ -238,6 +240,24 @@ def test_settings_that_do_not_fit_are_named(tmp_path: Path, fields: dict[str, An
     path = write_csv(tmp_path, [HEADER, *ROWS])
     with pytest.raises(InputError, match=message):
         read(path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["digits", "label=x"], "label has no effect: it needs a table, but digits is no table"),
+        (["digits", "scale.age=5,1"], "scale has no effect: it needs a table, but digits is no table"),
+        (["heart", "image_size=8"], "image_size has no effect: it needs images, but heart is a table"),
+    ],
+)
+def test_settings_of_another_kind_of_source_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_experiments(["uefl", *arguments], [], "default")
+
+
+def test_a_column_may_have_the_name_of_a_setting() -> None:
+    (experiment,) = parse_experiments(["uefl", "heart", "missing.alpha=0"], [], "default").values()
+    assert "alpha=0" in experiment.data.table.missing
 
 
 def test_labels_may_be_several_classes_or_a_rule(tmp_path: Path) -> None:

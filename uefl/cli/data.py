@@ -70,7 +70,7 @@ def show(
     torch.set_num_threads(1)
     defaults = get_default_config(dataset, partitioner)
     config = override_settings(defaults, settings)
-    config.check_used(path[-1] for path in find_assigned_paths(defaults, settings))
+    config.check_used(find_assigned_paths(defaults, settings))
     silos, images = config.load(seed)
     console, path = Console(), out or Path(f"{dataset}-silos.png")
     if images.table:

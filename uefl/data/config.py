@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
@@ -156,9 +156,15 @@ class DataConfig:
         """Return what leave-one-domain-out can hold out: the shifts, or the domains or silos of the source."""
         return list(self.shifts) or list(get_named_domains(self.read_images())[0])
 
-    def check_used(self, names: Iterable[str]) -> None:
-        """Raise an error if the user set a field that the partitioner ignores."""
-        for name in sorted(set(names) & PARTITIONERS[self.partitioner].ignored_settings):
+    def check_used(self, paths: Iterable[Sequence[str]]) -> None:
+        """Raise an error if the user set a field, such as (table, label), that source or partitioner ignore."""
+        names = {path[1] if path[0] == "table" else path[0] for path in paths}  # the third is a column's name
+        is_table = SOURCES[self.name].is_table
+        unused = {"image_size"} if is_table else {field.name for field in fields(TableConfig)}
+        for name in sorted(names & unused):
+            kind, needed = ("a table", "images") if is_table else ("no table", "a table")
+            raise InputError(f"{name} has no effect: it needs {needed}, but {self.name} is {kind}")
+        for name in sorted(names & PARTITIONERS[self.partitioner].ignored_settings):
             users = [other for other in PARTITIONERS if name not in PARTITIONERS[other].ignored_settings]
             raise InputError(
                 f"{name} has no effect with partitioner={self.partitioner}; it is used by {', '.join(users)}"

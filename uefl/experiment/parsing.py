@@ -57,7 +57,7 @@ def _override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
     """Change settings; a setting of the data that the partitioner ignores is an error."""
     changed = override_settings(experiment, assignments)
     paths = find_assigned_paths(experiment, assignments)
-    changed.data.check_used(path[-1] for path in paths if path[0] == "data")
+    changed.data.check_used(path[1:] for path in paths if path[0] == "data")
     return changed
 
 

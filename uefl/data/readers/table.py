@@ -93,14 +93,14 @@ def make_column(name: str, rows: Sequence[CsvRow], config: TableConfig, path: Pa
     probe = Column(name, "numeric", missing=missing)
     texts = Counter(text for row in rows if not probe.is_missing(text := row.cells[name].strip()))
     kind = _get_declared_kind(name, config) or ("categorical" if levels else _guess_kind(name, texts, path))
+    if scale is not None and kind != "numeric":
+        raise InputError(f"scale.{name} needs a numeric column, but {name} is {kind}")
     if kind == "categorical":
         return Column(name, kind, levels or index_names(list(texts))[0], missing)
     if levels:
         raise InputError(f"levels.{name} needs a categorical column, but {name} is {kind}")
     if scale is None:
         return Column(name, kind, missing=missing)
-    if kind == "boolean":
-        raise InputError(f"scale.{name} needs a numeric column, but {name} is boolean")
     mean, std = parse_scale(name, scale)
     return Column(name, kind, missing=missing, mean=mean, std=std, is_scaled=True)
 
