@@ -101,7 +101,7 @@ def test_single_class_silos_are_a_warning_that_strict_rejects() -> None:
         test_per_silo=0,
     )
     assert warn_single_class_silos(config.make_silos(make_synthetic_images(), 0)) == [
-        "10 of 10 silos have training images of only one class: D1-01, D1-02, D1-03, D1-04, D1-05 and 5 more"
+        "10 of 10 silos have training examples of only one class: D1-01, D1-02, D1-03, D1-04, D1-05 and 5 more"
     ]
     assert warn_single_class_silos(DataConfig().make_silos(make_synthetic_images(), 0)) == []
     with pytest.raises(InputError, match="only one class"):

@@ -76,7 +76,7 @@ def test_command_shows_counts_warnings_and_the_path_of_the_figure(tmp_path: Path
     )
     assert result.exit_code == 0, result.exception
     assert "D1-10" in result.output
-    assert "10 of 10 silos have training images of only one class" in " ".join(result.output.split())
+    assert "10 of 10 silos have training examples of only one class" in " ".join(result.output.split())
     assert "a.png" in result.output.replace("\n", "")
     assert out.exists()
 

@@ -26,8 +26,8 @@ def test_single_class_silo_is_warned_about_once_and_rejected_by_strict(tmp_path)
               for i in range(3)}  # fmt: skip
     config = make_config(write_folder(tmp_path, FILES | single))
     silos, images = config.load(0)
-    assert collect_warnings(silos, images) == ["1 of 3 silos have training images of only one class: c"]
-    with pytest.raises(InputError, match=r"1 of 3 silos have training images of only one class: c \(strict\)"):
+    assert collect_warnings(silos, images) == ["1 of 3 silos have training examples of only one class: c"]
+    with pytest.raises(InputError, match=r"1 of 3 silos have training examples of only one class: c \(strict\)"):
         make_config(tmp_path, strict=True).load(0)
 
 
@@ -35,7 +35,7 @@ def test_duplicates_across_train_and_test_are_counted_also_between_silos(tmp_pat
     copies = {"a/test/x/9.png": FILES["a/train/x/1.png"], "b/test/y/9.png": FILES["a/train/x/1.png"]}
     path = str(write_folder(tmp_path, FILES | copies))
     for _ in ("decoded", "cached"):
-        assert read_images("folder", path).warnings == ("2 test images also occur in the training split",)
+        assert read_images("folder", path).warnings == ("2 test examples also occur in the training split",)
     with pytest.raises(InputError, match="strict"):
         read_images("folder", path, strict=True)
 
@@ -48,11 +48,11 @@ def test_copies_that_a_drawn_split_separates_are_counted_and_rejected_by_strict(
     silos, images = config.load(0)
     (warning,) = collect_warnings(silos, images)
     count = int(warning.split()[0])
-    assert warning == f"{count} test images are copies of training images, which the split separated"
+    assert warning == f"{count} test examples are copies of training examples, which the split separated"
     copy = images.x.flatten(1).float().mode(0).values.view(3, 8, 8)  # the most common image
     standardized = (copy / 255 - 0.5) / 0.25
     assert count == sum(torch.allclose(x, standardized) for silo in silos for x in silo.test.x) > 0
-    with pytest.raises(InputError, match=rf"{count} test images are copies of training images, .* \(strict\)"):
+    with pytest.raises(InputError, match=rf"{count} test examples are copies of training examples, .* \(strict\)"):
         make_config(tmp_path, test_fraction=0.5, strict=True).load(0)
 
 

@@ -42,7 +42,7 @@ def test_a_folder_of_5000_digits_shows_a_round_within_20_seconds_and_is_learned_
                 first_round = time.monotonic() - started
     seconds = time.monotonic() - started
     assert process.returncode == 0
-    assert lines[0].startswith("uefl: 5000 images, 5 silos, ")
+    assert lines[0].startswith("uefl: 5000 examples, 5 silos, ")
     accuracy = [float(match[1]) for line in lines if (match := re.search(r"round \d+/\d+  mA (\S+)", line))]
     assert accuracy[-1] >= 0.85
     assert first_round < 20

@@ -152,7 +152,7 @@ def test_the_size_of_a_run_and_its_time_are_printed_before_it_starts():
             display.on_event("uefl", {**event, "seconds": seconds})
 
     for seconds, text in ((3.2, "3 s"), (200, "3 min"), (9000, "2.5 h")):
-        line = f"uefl: 5000 images, 5 silos, 153946 parameters, 20 rounds; estimated time: {text}\n"
+        line = f"uefl: 5000 examples, 5 silos, 153946 parameters, 20 rounds; estimated time: {text}\n"
         assert capture(lambda console, seconds=seconds: show(console, seconds)) == line
 
 

@@ -40,7 +40,7 @@ def warn_single_class_silos(silos: Sequence[Silo]) -> list[str]:
     names = [silo.name for silo in silos if len(silo.train.y) and bool((silo.train.y == silo.train.y[0]).all())]
     if not names:
         return []
-    return [f"{len(names)} of {len(silos)} silos have training images of only one class: {join_names(names)}"]
+    return [f"{len(names)} of {len(silos)} silos have training examples of only one class: {join_names(names)}"]
 
 
 def _drop_untrained_silos(images: Images, context: ReadContext) -> Images:
@@ -81,7 +81,7 @@ def _warn_train_test_duplicates(images: Images) -> list[str]:
         return []
     train_hashes = set(_hash_pixels(images.x[~images.is_test]))
     count = sum(pixels in train_hashes for pixels in _hash_pixels(images.x[images.is_test]))
-    return [f"{count} test images also occur in the training split"] if count else []
+    return [f"{count} test examples also occur in the training split"] if count else []
 
 
 def _warn_separated_groups(images: Images) -> list[str]:
@@ -113,7 +113,7 @@ def warn_separated_copies(partitions: Sequence[Partition], images: Images) -> li
         if len(own_train) and len(own_test):
             train_hashes = set(_hash_pixels(images.x[own_train]))
             count += sum(pixels in train_hashes for pixels in _hash_pixels(images.x[own_test]))
-    return [f"{count} test images are copies of training images, which the split separated"] if count else []
+    return [f"{count} test examples are copies of training examples, which the split separated"] if count else []
 
 
 def _hash_pixels(x: Tensor) -> list[bytes]:

@@ -81,7 +81,7 @@ class ProgressDisplay:
 
     def _on_plan(self, run: str, event: Event) -> None:
         self.console.print(
-            f"{run}: {event['num_images']} images, {event['num_silos']} silos, {event['num_parameters']} parameters, "
+            f"{run}: {event['num_images']} examples, {event['num_silos']} silos, {event['num_parameters']} parameters, "
             f"{event['num_rounds']} rounds; estimated time: {describe_seconds(event['seconds'])}",
             soft_wrap=True,
         )
