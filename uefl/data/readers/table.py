@@ -51,8 +51,8 @@ def read_training_table(name: str, path: Path, context: ReadContext) -> Images:
     config, group = context.table, context.group
     if not config.label:
         raise InputError(f"{name} needs the column with the class of a row: set label=<column>")
-    for setting_name, columns in (("silo", [config.silo]), ("split", [config.split]), ("ignore", config.ignore)):
-        if config.label in columns:
+    for setting_name, column_names in (("silo", [config.silo]), ("split", [config.split]), ("ignore", config.ignore)):
+        if config.label in column_names:
             raise InputError(f"{setting_name}={config.label} and label={config.label} name the same column")
     named = {**config.column_names, **({group: "group"} if group else {})}
     csv_table = read_csv(path, [config.label, *(n for n in (config.silo, config.split, group) if n)], context)
