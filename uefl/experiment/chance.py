@@ -35,9 +35,10 @@ def describe_chance(accuracy: float, header: Mapping[str, Any]) -> str:
     """Return a line about a result at chance level, or an empty text."""
     if not is_at_chance(accuracy, header):
         return ""
+    chance = get_chance_accuracy(header)
     return (
-        f"mean accuracy {accuracy:.3f} is hardly above chance level ({get_chance_accuracy(header):.3f}): the model has "
-        "not learned; try more rounds, or a larger or smaller local.lr"
+        f"mean accuracy {accuracy:.3f} is {'hardly' if accuracy > chance else 'not'} above chance level "
+        f"({chance:.3f}): the model has not learned; try more rounds, or a larger or smaller local.lr"
     )
 
 

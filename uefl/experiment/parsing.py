@@ -67,7 +67,9 @@ def parse_seeds(text: str) -> list[int]:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"seeds='{text}' is not a list of whole numbers such as 0,1,2") from None
-    return list(dict.fromkeys(seeds))
+    if repeated := [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]:
+        raise InputError(f"seeds='{text}' names seed {repeated[0]} more than once")
+    return seeds
 
 
 def get_assigned_value(assignments: Sequence[str], name: str) -> str:
