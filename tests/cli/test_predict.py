@@ -86,7 +86,7 @@ def test_a_folder_gives_one_row_per_image_and_names_bad_files(trained, capsys) -
     assert err.splitlines() == [
         "1 files skipped: no image by their name",
         f"skipped: {new}/broken.png: not an image format that Pillow supports",
-        "7 predicted with the model of silo north; 1 bad ones skipped",
+        "7 predicted with the model of silo north; 1 bad one skipped",
     ]
 
 
@@ -197,7 +197,7 @@ def test_new_rows_of_a_table_are_predicted_as_in_training(capsys, tmp_path: Path
     assert code == 0, err
     assert [row["file"] for row in predicted] == [f"{tmp_path / 'new.csv'}:{line}" for line in (2, 3, 4, 6, 7, 8, 9)]
     assert "new.csv: line 5: age 'old'" in err
-    assert f"7 predicted with the model of silo {silo_name}; 1 bad ones skipped" in err
+    assert f"7 predicted with the model of silo {silo_name}; 1 bad one skipped" in err
     model = load(folder, silo_name)
     table = TableFormat.from_json(model.input_format.table)
     expected = model.predict(read_table(tmp_path / "new.csv", table).x)

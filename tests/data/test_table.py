@@ -142,7 +142,7 @@ def test_a_damaged_format_is_rejected(text: str) -> None:
         ([HEADER], "no rows below the names of the columns"),
         (["age,chol", "1,2"], "no column 'ill'; the columns are age, chol"),
         ([HEADER + ",age", *(r + ",1" for r in ROWS)], "two columns are named 'age'"),
-        (["Export of 1 May", "", HEADER, *ROWS], "line 3 names the columns, but 1 lines stand before it"),
+        (["Export of 1 May", "", HEADER, *ROWS], "line 3 names the columns, but 1 line stands before it; remove it"),
         ([HEADER, *ROWS, "1,2,3"], "line 14: 3 cells, but there are 6 columns"),
         ([HEADER, *ROWS, HEADER], "line 14: repeats the names of the columns"),
         ([HEADER, *ROWS, "50,210,mild,yes,,n"], "line 14: column 'ill' is empty"),
@@ -169,7 +169,7 @@ def test_spreadsheet_habits_are_read(tmp_path: Path) -> None:
     images = read(write_csv(tmp_path, lines, encoding="utf-8-sig"), decimal_comma=True)
     assert images.x.shape == (12, 4)
     assert images.x[0, 0] == 40.5
-    assert "1 columns without a name ignored" in images.notes
+    assert "1 column without a name ignored" in images.notes
 
 
 @pytest.mark.parametrize(

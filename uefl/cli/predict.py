@@ -129,7 +129,7 @@ def _report(context: ReadContext, count: int, owner: str, out: Path | None) -> N
         typer.echo(f"skipped: {line}", err=True)
     if not count:
         raise no_usable_image(context)
-    bad = f"; {len(skipped)} bad ones skipped" if skipped else ""
+    bad = f"; {len(skipped)} bad {'one' if len(skipped) == 1 else 'ones'} skipped" if skipped else ""
     where = f", in {out}" if out else ""
     typer.echo(f"{count} predicted with the model of {owner}{bad}{where}", err=True)
 

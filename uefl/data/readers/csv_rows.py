@@ -43,13 +43,15 @@ def read_csv(path: Path, required: Sequence[str], context: ReadContext) -> CsvTa
     all_rows = _parse_rows(path, text, separator)
     header_line, header = all_rows[position]
     if position:
-        context.skip_or_raise(
-            f"{path}: line {header_line} names the columns, but {position} lines stand before it; remove them"
+        before = (
+            "1 line stands before it; remove it" if position == 1 else f"{position} lines stand before it; remove them"
         )
+        context.skip_or_raise(f"{path}: line {header_line} names the columns, but {before}")
     names = tuple(name.strip() for name in header)
     _reject_repeated_names(path, names)
     if num_unnamed := names.count(""):
-        context.note_counts["columns without a name ignored"] += num_unnamed
+        noun = "column" if num_unnamed == 1 else "columns"
+        context.note_counts[f"{noun} without a name ignored"] += num_unnamed
     columns = tuple(name for name in names if name)
     rows = []
     for line, cells in all_rows[position + 1 :]:
