@@ -218,7 +218,8 @@ def test_value_outside_its_range_is_named(name, field, value):
 @pytest.mark.parametrize("dataset", ["mnist5k", "cifar10", "pacs", "mnist"])
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_a_recipe_with_equal_rounds_for_every_data_set(name, dataset):
-    method, fedavg = (make_experiment(n, dataset, "paper").method for n in (name, "fedavg"))
+    preset = "default" if dataset == "mnist5k" else "paper"  # the paper has no embedded digits
+    method, fedavg = (make_experiment(n, dataset, preset).method for n in (name, "fedavg"))
     assert method.total_rounds == fedavg.total_rounds
 
 

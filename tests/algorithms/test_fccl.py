@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import (
     BATCH_NORM_MODEL,
     bind_model,
@@ -24,8 +25,11 @@ from uefl.algorithms.fccl import (
     PRETRAINED_PREFIX,
     PREVIOUS_PREFIX,
     cross_correlation_loss,
+    kl_divergence,
 )
 from uefl.core.errors import InputError
+from uefl.core.federation import Reply, ServerState
+from uefl.core.local import LocalTraining
 from uefl.core.noise import derive_key, normal
 
 WITHOUT_TERMS = {"public_epochs": 0, "intra_weight": 0.0, "inter_weight": 0.0}
@@ -173,3 +177,23 @@ def test_teachers_do_not_change_while_a_silo_trains():
     make_method("fccl").step(run.clients, run.server)
     after = {n: run.clients.client_states["silo 0"][n] for n in before}
     assert max_difference(before, after) == 0
+
+
+def test_the_divergence_is_that_of_own_predictions_from_the_teachers():
+    teacher, own = (normal(derive_key(name), (7, 5)).double() for name in ("teacher", "own"))
+    expected = F.kl_div(own.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+    assert kl_divergence(teacher, own).item() == pytest.approx(expected.item(), rel=1e-12)
+    assert kl_divergence(own, teacher).item() != pytest.approx(expected.item(), rel=0.01)
+
+
+def test_a_batch_of_one_is_refused():
+    with pytest.raises(InputError, match=r"local.batch_size=1 must be at least 2"):
+        make_method("fccl", local=LocalTraining(batch_size=1))
+
+
+def test_logits_of_another_shape_than_before_are_left_out():
+    method, state = make_method("fccl"), ServerState(("a", "b"), {}, torch.ones(2, 0, dtype=torch.bool))
+    replies = [Reply("a", 1, extras={LOGITS: torch.ones(4, 3)}), Reply("b", 1, extras={LOGITS: torch.ones(2, 3)})]
+    state = method.update_method_state(state, replies)
+    assert state.method_state[LOGITS].shape == (4, 3)
+    assert method.update_method_state(state, replies[1:]) is state

@@ -130,7 +130,7 @@ def test_a_saved_model_has_the_rows_of_its_silo_and_the_reported_accuracy(tmp_pa
     reported = folder.read_summary()["last"]["silos"]
     silos, _ = experiment.data.load(0)
     for silo in silos:
+        net = load(folder.model_path, silo.name).net
         with torch.no_grad():
-            prediction = load(folder.model_path, silo.name)(silo.test.x).logits[0].argmax(-1)
-        accuracy = (prediction == silo.test.y).double().mean().item()
+            accuracy = (net(silo.test.x).logits[0].argmax(-1) == silo.test.y).double().mean().item()
         assert accuracy == pytest.approx(reported[silo.name]["accuracy"])

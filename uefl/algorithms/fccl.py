@@ -58,6 +58,13 @@ class FCCL(FedAvg):
     codebook_unsupported_reason: ClassVar[str] = "codewords are weights, and no weight leaves a silo"
     needs_public_images: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.local.batch_size < 2:
+            raise InputError(
+                f"FCCL correlates logits within a batch: local.batch_size={self.local.batch_size} must be at least 2"
+            )
+
     # --- the server ---------------------------------------------------------------------------------------------
 
     def prepare_silos(self, silos: Sequence[Silo]) -> Sequence[Silo]:
@@ -78,11 +85,15 @@ class FCCL(FedAvg):
         return {LOGITS: server.method_state[LOGITS]}
 
     def update_method_state(self, server: ServerState, replies: Sequence[Reply]) -> ServerState:
-        """Store the mean logits of the round; logits of another shape than most silos' are left out."""
+        """Store the mean logits of the round, without those of another shape than before, or than most silos'."""
         logits = [reply.extras[LOGITS] for reply in replies if LOGITS in reply.extras]
         if not logits:
             return server
-        shape = Counter(tuple(t.shape) for t in logits).most_common(1)[0][0]
+        earlier = server.method_state.get(LOGITS)
+        shapes = Counter(tuple(t.shape) for t in logits)
+        shape = shapes.most_common(1)[0][0] if earlier is None else tuple(earlier.shape)
+        if shape not in shapes:
+            return server
         mean = torch.stack([t for t in logits if tuple(t.shape) == shape]).mean(0)
         return server.replace(method_state={**server.method_state, LOGITS: mean})
 

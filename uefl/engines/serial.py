@@ -173,7 +173,12 @@ class SerialEngine:
 
     def _derive_key(self, name: str, *address: int | str) -> int:
         """Return the noise key of an address at this silo."""
-        return derive_key(self.seed, name, *address)
+        return derive_key(self._get_seed(name), name, *address)
+
+    def _get_seed(self, name: str) -> int:
+        """Return the seed of this silo's federation."""
+        del name
+        return self.seed
 
     def get_personal_tensors(self, method: Method, broadcast: Broadcast) -> dict[str, Tensors]:
         """Return by silo the tensors of its own that predictions use."""
@@ -234,7 +239,7 @@ class SerialEngine:
     def _derive_order_key(self, phase: Phase, name: str, round_number: int, epoch: int) -> int:
         """Return the key of the order of examples in one epoch; that of public images is the same at every silo."""
         if phase.is_public:
-            return derive_key(self.seed, round_number, epoch, addresses.PUBLIC_ORDER)
+            return derive_key(self._get_seed(name), round_number, epoch, addresses.PUBLIC_ORDER)
         return self._derive_key(name, round_number, epoch, addresses.BATCH_ORDER)
 
     def _evaluate(

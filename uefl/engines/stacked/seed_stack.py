@@ -222,6 +222,9 @@ class SeedStackEngine(StackedEngine):
     def _get_initial_tensors(self, name: str) -> Tensors:
         return self._owners[name][0].initial_tensors
 
+    def _get_seed(self, name: str) -> int:
+        return self._owners[name][0].seed
+
     def _derive_key(self, name: str, *address: int | str) -> int:
         clients, silo_name = self._owners[name]
         return derive_key(clients.seed, silo_name, *address)
