@@ -26,7 +26,7 @@ from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION
 from uefl.experiment.run import Event
 from uefl.experiment.run_folder import RunFolder
 from uefl.experiment.settings import iterate_settings
-from uefl.experiment.stacked_seeds import run_seeds
+from uefl.experiment.stacked_seeds import group_by_seed, run_seeds
 
 RunRecord = dict[str, Any]
 
@@ -159,12 +159,11 @@ def run_parallel(runs: Sequence[StudyRun], resources: StudyResources, path: Path
     for data in {run_.experiment.data.name: run_.experiment.data for run_ in reversed(todo)}.values():
         data.load(0)  # decode once, not in every process
     start, num_left, num_done = time.time(), 0, 0
-    groups: dict[tuple[str, str, float], list[StudyRun]] = {}
-    for run_ in todo:
-        groups.setdefault((run_.setup, run_.method, run_.experiment.method.local.lr), []).append(run_)
+    numbered = group_by_seed({str(i): run_.experiment for i, run_ in enumerate(todo)})
+    groups = [[todo[int(i)] for i in group] for group in numbered]
     # Processes are reused: importing torch and initializing a GPU takes as long as some runs.
     with ProcessPoolExecutor(min(resources.workers, len(groups)), get_context("spawn"), _limit_threads) as pool:
-        futures = {pool.submit(_execute_runs, group, resources, os.getpid()): group for group in groups.values()}
+        futures = {pool.submit(_execute_runs, group, resources, os.getpid()): group for group in groups}
         for future in as_completed(futures):
             group = futures[future]
             num_done += len(group)

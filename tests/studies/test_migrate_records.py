@@ -68,8 +68,13 @@ def test_no_old_key_is_left(old):
         assert ".".join(path.split(".")[-2:]) not in old_settings
 
 
+SINCE_0_2 = ("folder-defaults.jsonl", "parity.jsonl")  # first written by 0.2: nothing to migrate
+
+
 @pytest.mark.records
-@pytest.mark.parametrize("path", list_record_files(ROOT), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in list_record_files(ROOT) if path.name not in SINCE_0_2], ids=lambda path: path.name
+)
 def test_committed_records_are_migrated(path):
     lines = path.read_text().splitlines()
     assert [migrate_line(path, line) for line in lines] == lines
