@@ -104,7 +104,9 @@ class FlowerEngine:
             raise InputError("the method differs from the one in the experiment, which the silos would run")
         policy, num_participants = self.registry.policy, len(broadcast.participants)
         quorum = policy.compute_quorum(len(self._silo_infos))
-        quorum = quorum if num_participants >= quorum else 0  # a query to a few silos may remain unanswered
+        # A query to some of the silos, such as for their centroids, may remain unanswered: nothing is averaged over it.
+        is_partial_query = "splits" in payload and num_participants < len(self._silo_infos)
+        quorum = 0 if is_partial_query or num_participants < quorum else quorum
         results: dict[str, tuple[Reply, bool]] = {}
 
         def count_valid() -> int:
