@@ -29,7 +29,9 @@ def test_every_site_is_left_out_in_turn_and_stands_in_one_table(arguments: list[
     assert lines[start] in call_cli("show", str(folder)).stdout
     one = call_cli("run", "fedavg", *arguments, "target=site-b")
     assert "already finished" in one.stdout, "a run with this target is the same run"
-    assert f"│ site-b-held-out │  {rows[1][1]} │" in one.stdout.replace("\x1b", "")
+    # Columns are wider where a table of two classes has more of them, and long names are folded.
+    cells = [line.split("│")[2].strip() for line in one.stdout.splitlines() if line.startswith("│ site-b")]
+    assert rows[1][1] in cells
 
 
 def test_a_site_that_does_not_exist_is_named_with_those_that_do(arguments: list[str]) -> None:
