@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from uefl.algorithms import METHODS
+from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
+from uefl.data.config import DataConfig
+from uefl.experiment.experiment import Experiment
 from uefl.experiment.paper_presets import COMMON, ROWS, RowKey
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.settings import format_value, iterate_settings
@@ -48,6 +51,18 @@ def test_every_setting_of_a_row_is_stated_with_its_value_and_place(key: RowKey) 
     }
     places = r"(ours|Set-up|section \d|Eq\. \d|Algorithm 1|T\d+|Fig\. \d|appendix)"
     assert all(re.match(places, place) for _, place in stated.values())
+
+
+@pytest.mark.parametrize("key", ROWS, ids=str)
+def test_a_setting_that_is_not_stated_has_its_usual_value(key: RowKey) -> None:
+    stated, usual = read_table()[str(key)], dict(iterate_settings(Experiment(method=UEFL(), data=DataConfig())))
+    identity = {"data.name", "data.partitioner", "data.group", "model.width", "model.depth"}  # named by row and encoder
+    unstated = {
+        ".".join(path): (format_value(value), format_value(usual.get(path, value)))
+        for path, value in iterate_settings(make_preset(key))
+        if ".".join(path) not in {*stated, *identity}
+    }
+    assert {name: values for name, values in unstated.items() if values[0] != values[1]} == {}
 
 
 @pytest.mark.parametrize("key", ROWS, ids=str)

@@ -31,8 +31,13 @@ class RowKey(NamedTuple):
 COMMON: Row = {
     "model.feature_norm": "none",
     "model.dropout": 0.1,
+    "model.dropout_at": "hidden",
     "model.ensemble_size": 1,
+    "data.validation_fraction": 0.1,
     "method.mc_samples": 20,
+    "method.batch_norm": "average",
+    "method.local.schedule": "constant",
+    "method.local.reset_optimizer": True,
     "method.aggregation_weights": "num_examples",
     "method.rounds": 40,
     "method.extra_rounds": 20,
@@ -43,11 +48,14 @@ COMMON: Row = {
     "method.codebook.new_codeword_init": "kmeans",
     "method.codebook.commitment_weight": 1.0,
     "method.codebook.codebook_loss_weight": 0.25,
+    "method.codebook.reduction": "mean",
+    "method.codebook.initial_codebook": "shared",
     "method.codebook.threshold_reference": "min",
     "method.codebook.min_standard_errors": 0.0,
     "method.codebook.extension_growth": "constant",
     "method.codebook.extension_scope": "silo",
     "method.codebook.retention": "all",
+    "method.codebook.target_access": "shared",
 }
 
 
@@ -96,14 +104,26 @@ COLOR: Row = {**NINE_SILOS, **set_encoder("vgg16-bn", 512, weights="imagenet"), 
 
 # --- T2 and T3: one domain left out -----------------------------------------------------------------------------------
 
+ALL_IMAGES: Row = {"train_per_silo": 0, "test_per_silo": 0}
+ANGLES = (0, 15, 30, 45, 60, 75)
 ROTATED_MNIST: Row = {
-    **set_data(image_size=64, train_per_silo=0, num_silos=(), validation_fraction=0.1),
+    **set_data(
+        image_size=64,
+        **ALL_IMAGES,
+        num_silos=(),
+        shifts=tuple(f"rotate:{angle}" for angle in ANGLES),
+        target="rotate:0",
+    ),
     **set_encoder("resnet18", 512, weights="imagenet", frozen_batch_norm=True),
     **set_sgd(0.01, 64, 1),
     **set_codebook(32, 0.3),
 }
+PAIRED_MNIST: Row = {  # the same images in every domain, turned as the originals were
+    **ROTATED_MNIST,
+    **set_data(shifts=tuple(f"rotate-nearest:{angle}" for angle in ANGLES), target="rotate-nearest:0"),
+}
 PACS: Row = {
-    **set_data(image_size=224, train_per_silo=0, num_silos=(), validation_fraction=0.1),
+    **set_data(image_size=224, **ALL_IMAGES, num_silos=(), shifts=(), target="sketch"),
     **set_encoder("resnet18", 512, weights="imagenet", frozen_batch_norm=True),
     "model.augment": "resized-crop:0.7+flip+jitter:0.3+gray:0.1",
     **set_sgd(0.0025, 32, 1),
@@ -114,12 +134,22 @@ FIFTY_SILOS: Row = {**ROTATED_MNIST, **set_data(num_silos=(50,)), "method.client
 # --- T4: a hundred clients, FedCR's set-up ----------------------------------------------------------------------------
 
 HUNDRED_CLIENTS: Row = {
-    **set_data(num_silos=(100,), pool_splits=True, test_fraction=0.3, test_label_distribution="silo"),
+    **set_data(
+        **ALL_IMAGES,
+        shifts=("none",),
+        num_silos=(100,),
+        pool_splits=True,
+        test_fraction=0.3,
+        test_label_distribution="silo",
+    ),
     "method.clients_per_round": 10,
     "method.rounds": 420,  # with four iterations of 20 rounds more: FedCR's 500
     **set_sgd(0.01, 48, 10, momentum=0.0, clip=10.0),
 }
-HUNDRED_PARTITIONERS = ("dirichlet-fedcr", "pathological")
+HUNDRED_PARTITIONERS: Mapping[str, Row] = {
+    "dirichlet-fedcr": set_data(alpha=0.3),
+    "pathological": set_data(classes_per_silo=5),
+}
 LENET_CIFAR: Row = {**set_encoder("lenet-cifar", 256), "model.augment": "crop:4+flip"}
 HUNDRED_ROWS: Mapping[str, Row] = {
     "emnist-letters": {**set_data(num_classes=10), **set_encoder("mlp", 256), **set_codebook(64, 0.1)},
@@ -131,7 +161,7 @@ HUNDRED_ROWS: Mapping[str, Row] = {
 # --- T12: label skew --------------------------------------------------------------------------------------------------
 
 TEN_CLIENTS: Row = {
-    **set_data(num_silos=(10,), alpha=0.1),
+    **set_data(**ALL_IMAGES, shifts=("none",), num_silos=(10,), alpha=0.1),
     "method.rounds": 920,  # with four iterations of 20 rounds more: the 1000 of VHL and FedBR
 }
 LIKE_VHL: Row = {**TEN_CLIENTS, "method.clients_per_round": 5, **set_sgd(0.01, 128, 1, weight_decay=1e-4)}
@@ -148,12 +178,12 @@ ROWS: Mapping[RowKey, Row] = {
     RowKey("cifar10", "domains"): {**COLOR, **set_codebook(64, 0.2)},
     RowKey("cifar100", "domains"): {**COLOR, **set_data(train_per_silo=4000), **set_codebook(64, 0.1)},
     RowKey("mnist", "leave-one-domain-out"): ROTATED_MNIST,
-    RowKey("mnist", "leave-one-domain-out-paired"): ROTATED_MNIST,
+    RowKey("mnist", "leave-one-domain-out-paired"): PAIRED_MNIST,
     RowKey("mnist", "leave-one-domain-out", "50"): FIFTY_SILOS,
     RowKey("pacs", "leave-one-domain-out"): PACS,
     **{
-        RowKey(dataset, partitioner): {**HUNDRED_CLIENTS, **row}
-        for partitioner in HUNDRED_PARTITIONERS
+        RowKey(dataset, partitioner): {**HUNDRED_CLIENTS, **labels, **row}
+        for partitioner, labels in HUNDRED_PARTITIONERS.items()
         for dataset, row in HUNDRED_ROWS.items()
     },
     RowKey("fmnist", "dirichlet"): {**LIKE_VHL, **FMNIST_SKEW},
@@ -168,9 +198,9 @@ ROWS: Mapping[RowKey, Row] = {
 # Settings of single baselines in their authors' commands, by method, data set (empty: all) and partitioners.
 BASELINES: Mapping[tuple[str, str, tuple[str, ...]], Row] = {
     ("fediir", "pacs", ("leave-one-domain-out",)): {"method.penalty_weight": 1e-3},
-    ("fedsr", "", HUNDRED_PARTITIONERS): {"method.local.lr": 0.005, "method.l2r": 1e-3, "method.cmi": 1e-3},
-    ("fedcr", "", HUNDRED_PARTITIONERS): {"method.local.lr": 0.05},
-    ("fedcr", "cifar100", HUNDRED_PARTITIONERS): {
+    ("fedsr", "", tuple(HUNDRED_PARTITIONERS)): {"method.local.lr": 0.005, "method.l2r": 1e-3, "method.cmi": 1e-3},
+    ("fedcr", "", tuple(HUNDRED_PARTITIONERS)): {"method.local.lr": 0.05},
+    ("fedcr", "cifar100", tuple(HUNDRED_PARTITIONERS)): {
         "method.beta": 1e-4,
         "method.code_size": 512,
         "method.train_draws": 18,
