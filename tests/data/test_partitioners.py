@@ -7,6 +7,7 @@ import pytest
 import torch
 from synthetic_images import make_synthetic_images
 
+from uefl.core.errors import InputError
 from uefl.data import PARTITIONERS
 from uefl.data.config import DataConfig
 from uefl.data.defaults import get_default_config
@@ -151,6 +152,25 @@ def test_natural_silos_keep_their_images() -> None:
     for k, p in enumerate(partitions):
         assert (images.silo_ids[collect_indices([p])] == k).all()
         assert len(collect_indices([p])) == 1200
+
+
+def test_folds_test_every_image_of_a_silo_once() -> None:
+    images, config = make_synthetic_images(test_fraction=0.2), make_small_config("natural")
+    folds = [replace(config, fold=f"{i}/5").make_partitions(images, 7) for i in range(1, 6)]
+    for k, _ in enumerate(images.silos):
+        tested = torch.cat([partitions[k].test for partitions in folds])
+        assert len(tested) == len(tested.unique()) == 1200
+        for partitions in folds:
+            assert set(collect_indices(partitions[k : k + 1]).tolist()) == set(tested.tolist())
+    assert not torch.equal(replace(config, fold="1/5").make_partitions(images, 8)[0].test, folds[0][0].test)
+
+
+@pytest.mark.parametrize("fold", ["0/5", "6/5", "1/1", "5", "a/b", "1/-2"])
+def test_an_impossible_fold_is_an_input_error(fold: str) -> None:
+    with pytest.raises(InputError, match=f"fold={fold} must be a number and a count of at least 2, such as 1/5 to 5/5"):
+        DataConfig(partitioner="natural", fold=fold)
+    with pytest.raises(InputError, match="fold=1/5 needs partitioner=natural, not partitioner=domains"):
+        DataConfig(fold="1/5")
 
 
 def test_quantity_skew_changes_sizes_and_not_labels() -> None:

@@ -91,7 +91,7 @@ def run_straggler(state_folder: Path) -> None:
     with simulate_nodes(3, state_folder=folder, app=make_faulty_app(folder, fault)) as grid:
         simulated, records = run_rounds(connect(grid, experiment, num_silos=3, policy=policy), experiment)
     reasons = [record["silos"]["D2-1"].get("rejected", "") for record in records]
-    assert reasons == ["", "missing: no reply within 20 s", "", "", "", ""]
+    assert reasons == ["", "missing: no reply within 20 s", "", "", "", ""], reasons
     grid = make_grid(state_folder / "in-process")
     grid.tamper = delay_replies("D2-1", {2})
     assert max_difference(simulated, run_rounds(make_flower_engine(grid, experiment), experiment)[0]) < 1e-9

@@ -12,8 +12,8 @@ from rich.console import Console
 from small_federation import run_rounds
 
 from uefl.engines.serial import SerialEngine
-from uefl.experiment.checkpoint import load_tensors
 from uefl.experiment.run_folder import RunFolder
+from uefl.experiment.silo_models import SiloModels
 from uefl.flower.demo import start_processes, write_digits, write_run_settings
 from uefl.flower.deployment import write_deployment
 from uefl.flower.local_processes import LocalFederation, find_free_port, open_local_federation
@@ -69,20 +69,20 @@ def test_a_killed_coordinator_resumes_to_the_same_result(tmp_path):
     assert "resumed after round" in output
     assert [record["round"] for record in read_records(folder)] == [1, 2, 3]
     (model,) = folder.glob(f"coordinator/runs/*/{RunFolder.MODEL_FILE}")
-    tensors, metadata = load_tensors(model)
+    models = SiloModels.read(model)
     settings = f"{SMALL_SETTINGS} rounds=2 iterations=2 precision=float64"
     run_config = {"method": "uefl", "data": "folder", "seed": 0, "preset": "default", "settings": settings}
     experiment = parse_run_config(run_config)["uefl"]
     silos = [load_own_folder(experiment, str(folder / "silos" / name / "data"), name).silo for name in SILOS]
-    net = experiment.build_network(tuple(metadata["input_shape"]), len(metadata["class_names"]))
+    net = experiment.build_network(models.description.input_format.shape, len(models.description.class_names))
     server, _ = run_rounds(SerialEngine(silos, net, seed=0, dtype=torch.float64), experiment)
     for name, tensor in server.model_state.items():
-        assert torch.allclose(tensors[f"{RunFolder.MODEL_PREFIX}{name}"], tensor, rtol=0, atol=1e-9), name
+        assert torch.allclose(models.model_state[name], tensor, rtol=0, atol=1e-9), name
 
 
 def test_a_killed_node_is_missing_and_rejoins(tmp_path):
     port = find_free_port()
-    folder = write_federation(tmp_path / "f", "rounds=7 iterations=1", port, method="vq-fedavg")
+    folder = write_federation(tmp_path / "f", "rounds=90 iterations=1", port, method="vq-fedavg")
     with open_local_federation(folder, port) as processes:
         start_processes(processes, SILOS, Console(quiet=True))
         thread = run_in_background(processes)

@@ -149,7 +149,7 @@ def test_encoders_under_vmap_equal_single_ones(name: str) -> None:
 @pytest.mark.parametrize("name", ENCODERS)
 def test_every_parameter_has_a_gradient(name: str) -> None:
     net = make_small_encoder(name).train()
-    net(torch.randn(4, 1, 32, 32)).square().mean().backward()
+    net(torch.randn(4, 1, 32, 32, requires_grad=True)).square().mean().backward()
     without = [n for n, p in net.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert without == []
 
@@ -176,3 +176,18 @@ def test_rows_of_a_table_need_an_encoder_that_accepts_them():
         ModelConfig(encoder="resnet18").build_network((5,), 2)
     with pytest.raises(InputError, match="augment=flip needs images"):
         ModelConfig(encoder="mlp", augment="flip").build_network((5,), 2)
+
+
+def test_identity_and_no_hidden_layer_are_a_logistic_regression() -> None:
+    config = ModelConfig(encoder="identity", feature_norm="none", hidden_size=0, dropout=0.0)
+    net = config.build_network((5,), 3)
+    weight, bias = (p for p in net.parameters())
+    assert (weight.shape, bias.shape) == ((3, 5), (3,))
+    x = torch.randn(4, 5)
+    assert torch.equal(net.eval()(x).logits[0], x @ weight.T + bias)
+
+
+def test_a_gaussian_code_needs_a_size() -> None:
+    net = ModelConfig(encoder="identity", hidden_size=0).build_network((5,), 3)
+    with pytest.raises(InputError, match="hidden_size=0 leaves no size for the Gaussian code; set code_size"):
+        net.use_gaussian_classifier(0, 1)

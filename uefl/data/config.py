@@ -15,6 +15,7 @@ from uefl.data import PARTITIONERS, SOURCES
 from uefl.data.images import Images, resize_images, select_first_classes, select_rows, standardize_images
 from uefl.data.partitioners.groups import mark_groups_of_target, partition_groups, warn_groups_of_target
 from uefl.data.partitioners.leave_one_domain_out import get_named_domains
+from uefl.data.partitioners.natural import parse_fold
 from uefl.data.partitioners.partition import Partition
 from uefl.data.public_images import fit_images, mark_public_images
 from uefl.data.quality import warn_separated_copies, warn_single_class_silos
@@ -74,6 +75,11 @@ class DataConfig:
         at_least=0,
         below=1,
     )
+    fold: str = setting(
+        "",
+        "Cross-validation with partitioner=natural: 2/5 tests with the second fifth of every silo in the seed's order; "
+        "empty: test_fraction or the split of the source.",
+    )
     test_label_distribution: str = setting(
         "global", "Label distribution of a silo's test images under label skew: global (all silos) or silo (its own)."
     )
@@ -119,6 +125,9 @@ class DataConfig:
             raise unknown_value_error("test_label_distribution", self.test_label_distribution, TEST_LABEL_DISTRIBUTIONS)
         for shift in self.shifts:
             parse_shift(shift)
+        if self.fold and self.partitioner != "natural":
+            raise InputError(f"fold={self.fold} needs partitioner=natural, not partitioner={self.partitioner}")
+        parse_fold(self.fold)
         self._check_silos()
         self._check_target()
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 ACCEPTED_ROUND = "accepted_round"  # key in `client_states` and in messages: the last round whose client state counts
 Payload = dict[str, Any]
 
+# Seconds by which a message outlives its timeout: Flower answers an expired one with an error, as for a failed node.
+EXPIRY_MARGIN = 5.0
+
 
 class FlowerEngine:
     """Clients behind a Flower grid: in this process, simulated on Ray, or deployed.
@@ -192,7 +195,7 @@ class FlowerEngine:
             {**silo_payload, **self._run_payload, **payload, "experiment": self.registry.experiment},
             node_id,
             "evaluate" if "task" in payload else "train",
-            ttl=self.registry.policy.reply_timeout,
+            ttl=self.registry.policy.reply_timeout + EXPIRY_MARGIN,
             model_state=self._compress(broadcast.model_state),
             extras=self._compress(broadcast.extras),
         )

@@ -47,6 +47,10 @@ ENCODERS: Registry[Callable[..., nn.Module]] = Registry(
             "uefl.models.baseline_encoders:MLP",
             "Two hidden layers, the default for tables; FedCR's for EMNIST, 1024 features",
         ),
+        "identity": Entry(
+            "uefl.models.baseline_encoders:Identity",
+            "The inputs themselves; with feature_norm=none and hidden_size=0 a logistic regression",
+        ),
         "dirt": Entry(
             "uefl.models.baseline_encoders:DIRT", "DIRT's 2 convolutions for Ghifary's Rotated MNIST; 64 features"
         ),

@@ -48,6 +48,22 @@ class MLP(Encoder):
         return features
 
 
+class Identity(Encoder):
+    """The inputs themselves as one token: [B, c, size, size] or [B, c] -> [B, c·size²].
+
+    With feature_norm=none and hidden_size=0 the network is a logistic regression; weight_decay is its ridge penalty.
+    """
+
+    accepts_rows = True
+
+    def __init__(self, *, in_channels: int = 1, image_size: int = 28) -> None:
+        super().__init__(in_channels=in_channels, image_size=image_size)
+        self.num_features = in_channels * image_size**2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+
 class LeNet(Encoder):
     """Two 5x5 convolutions with a max-pool after each, two hidden layers: [B, c, size, size] -> [B, 1024]."""
 

@@ -39,7 +39,12 @@ class ModelConfig:
     )
     average_pool: bool = setting(False, "Average the encoder's feature map to one token.")
     frozen_batch_norm: bool = setting(False, "Keep the batch-norm statistics of the pretrained weights.")
-    hidden_size: int = setting(512, "Units in the hidden layer of the classifier.", at_least=1)
+    hidden_size: int = setting(
+        512,
+        "Units in the hidden layer of the classifier; 0: none, and the classifier is linear.",
+        at_least=0,
+        zero="a linear classifier",
+    )
     dropout: float = setting(0.1, "Dropout probability in the classifier.", at_least=0, below=1)
     dropout_at: Literal["hidden", "logits"] = setting(
         "hidden", "Position of dropout: before and after the hidden layer, or after it and on the logits (D2)."

@@ -28,7 +28,10 @@ class Prediction(NamedTuple):
 
 
 class Classifier(nn.Sequential):
-    """One hidden layer and two dropout layers: before and after it, or after it and on the logits (D2)."""
+    """One hidden layer and two dropout layers: before and after it, or after it and on the logits (D2).
+
+    Of size 0, there is no hidden layer: a linear classifier with dropout before it or on the logits.
+    """
 
     def __init__(
         self,
@@ -40,8 +43,8 @@ class Classifier(nn.Sequential):
     ) -> None:
         before: list[nn.Module] = [Dropout(dropout)] if dropout_at == "hidden" else []
         after: list[nn.Module] = [Dropout(dropout)] if dropout_at == "logits" else []
-        layers = [nn.Linear(in_features, hidden_size), nn.GELU(), Dropout(dropout), nn.Linear(hidden_size, num_classes)]
-        super().__init__(*before, *layers, *after)
+        hidden = [nn.Linear(in_features, hidden_size), nn.GELU(), Dropout(dropout)] if hidden_size else []
+        super().__init__(*before, *hidden, nn.Linear(hidden_size or in_features, num_classes), *after)
 
     def predict_logits(self, features: Tensor) -> Tensor:
         """Return logits [M, B, C] whose predictions are to be averaged; M is 1."""
@@ -106,6 +109,8 @@ class Net(nn.Module):
     def use_gaussian_classifier(self, code_size: int, eval_draws: int) -> Net:
         """Replace the classifier's hidden layer by a Gaussian code; size 0 means the size of the hidden layer."""
         code_size = code_size or self.hidden_size
+        if not code_size:
+            raise InputError("hidden_size=0 leaves no size for the Gaussian code; set code_size or hidden_size")
         self.classifier = GaussianClassifier(
             self.in_features, self.num_classes, code_size, eval_draws, self.dropout, self.dropout_at
         )

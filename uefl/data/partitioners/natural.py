@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from uefl.core.errors import InputError
@@ -42,11 +44,24 @@ def partition_natural(config: DataConfig, images: Images, seed: int) -> list[Par
 
 
 def _split_train_test(config: DataConfig, images: Images, indices: Tensor) -> tuple[Tensor, Tensor]:
+    if config.fold:
+        number, num_folds = parse_fold(config.fold)
+        is_test = torch.arange(len(indices)) % num_folds == number - 1
+        return indices[~is_test], indices[is_test]
     is_test = images.is_test[indices]
     if is_test.any() and not config.pool_splits:
         return indices[~is_test], indices[is_test]
     num_test = min(max(1, round(len(indices) * config.test_fraction)), len(indices))
     return indices[num_test:], indices[:num_test]
+
+
+def parse_fold(text: str) -> tuple[int, int]:
+    """Return number and count of `2/5`; no text is the only fold of one."""
+    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text or "1/1")
+    number, count = map(int, match.groups()) if match else (0, 0)
+    if text and not (1 <= number <= count and count >= 2):
+        raise InputError(f"fold={text} must be a number and a count of at least 2, such as 1/5 to 5/5")
+    return number, count
 
 
 NATURAL = Partitioner(
