@@ -21,6 +21,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     ("setting", "message"),
     [
         ("momentum=5", "momentum=5.0 must be at least 0 and less than 1"),
+        ("momentum=0.5", "momentum has no effect with optimizer=adam; it is used by sgd"),
         (
             "shifts=rotate:1e99,rotate:0,rotate:1",
             "shift 'rotate:1e99': invalid value '1e99' of rotate; it takes: degrees counter-clockwise, "

@@ -68,7 +68,7 @@ def test_what_is_no_array_of_numbers_is_refused_in_one_line(x):
         ({"test_fraction": 2}, "silo north: test_fraction=2 must be greater than 0 and less than 1"),
         ({"test_fraction": 0}, "silo north: test_fraction=0 must be greater than 0 and less than 1"),
         ({"validation_fraction": 1}, "silo north: validation_fraction=1 must be at least 0 and less than 1"),
-        ({"test_fraction": 0.95}, "silo north: 1 training examples; at least 2 are needed"),
+        ({"test_fraction": 0.95}, "silo north: training examples: 1; at least 2 are needed"),
     ],
 )
 def test_bad_fractions_are_refused(fractions, message):
@@ -105,7 +105,7 @@ NO_EXAMPLES = Examples(ADA.train.x[:0], ADA.train.y[:0])
         ([], {}, "no silos; at least one is needed"),
         ([ADA], {"num_classes": 2}, "silo ada: y contains the label 2; with num_classes=2, labels are 0 to 1"),
         ([ADA], {"num_classes": 1}, "num_classes=1 must be at least 2"),
-        ([cut_train(ADA, 1), *OTHERS], {}, "silo ada: 1 training examples; at least 2 are needed"),
+        ([cut_train(ADA, 1), *OTHERS], {}, "silo ada: training examples: 1; at least 2 are needed"),
         ([cut_train(ADA, 0)], {}, "no silo has training examples; at least one is needed"),
         ([replace(ADA, test=NO_EXAMPLES)], {}, "no silo has test examples; at least one is needed"),
         (
@@ -143,6 +143,36 @@ def test_an_encoder_that_returns_a_tuple_is_refused():
     message = "an encoder must return one tensor [B,d,h,w], [B,l,d] or [B,d], not a tuple"
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         train_on([ADA], TwoOutputs())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": FedAvg}, "method must be a method with its settings, such as UEFL(rounds=10), not FedAvg"),
+        ({"method": "fedavg"}, "method must be a method with its settings, such as UEFL(rounds=10), not str"),
+        ({"encoder": None}, "encoder must be a torch.nn.Module, not NoneType"),
+        ({"hidden_size": -1}, "hidden_size=-1 must be at least 0; 0 means a linear classifier"),
+        ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and less than 1"),
+        ({"silos": [X, Y]}, "silos[0] is a Tensor; use Silo.from_tensors(name, x, y)"),
+        ({"silos": [replace(ADA, name="")]}, "silos[0] has the name ''; a name must be a text that is not empty"),
+        ({"silos": [replace(ADA, name=3)]}, "silos[0] has the name 3; a name must be a text that is not empty"),
+    ],
+    ids=str,
+)
+def test_training_refuses_arguments_of_another_kind(changes, message):
+    arguments = {"method": METHOD, "silos": [ADA, *OTHERS], "encoder": make_encoder(), "num_classes": NUM_CLASSES}
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        train(**{**arguments, **changes})
+
+
+def test_an_encoder_for_other_inputs_is_refused_in_one_line():
+    with pytest.raises(InputError, match=r"^encoder cannot take examples of shape \[1, 8, 8\]: .*channels"):
+        train_on([ADA, *OTHERS], encoder=nn.Conv2d(3, 4, 3))
+
+
+def test_uncertainty_accepts_arrays():
+    p = torch.rand(3, 4, 2).softmax(-1)
+    assert torch.equal(estimate_uncertainty(p.numpy()).mean, estimate_uncertainty(p).mean)
 
 
 def test_a_silo_without_any_training_example_is_tested_only():

@@ -98,7 +98,7 @@ def check_fraction(owner: str, name: str, value: float, *, allow_zero: bool = Fa
 def check_train_size(owner: str, num_examples: int) -> None:
     """Raise an error if too few examples remain for training."""
     if num_examples < MIN_TRAIN_EXAMPLES:
-        raise InputError(f"{owner}: {num_examples} training examples; at least {MIN_TRAIN_EXAMPLES} are needed")
+        raise InputError(f"{owner}: training examples: {num_examples}; at least {MIN_TRAIN_EXAMPLES} are needed")
 
 
 def check_silos(silos: Sequence[Silo], num_classes: int) -> list[Silo]:
@@ -111,6 +111,11 @@ def check_silos(silos: Sequence[Silo], num_classes: int) -> list[Silo]:
     silos = list(silos)
     if not silos:
         raise InputError("no silos; at least one is needed")
+    for number, silo in enumerate(silos):
+        if not hasattr(silo, "train"):
+            raise InputError(f"silos[{number}] is a {type(silo).__name__}; use Silo.from_tensors(name, x, y)")
+        if not isinstance(silo.name, str) or not silo.name:
+            raise InputError(f"silos[{number}] has the name {silo.name!r}; a name must be a text that is not empty")
     checked = [_check_silo(silo, num_classes) for silo in silos]
     if not any(len(silo.train.y) for silo in checked):
         raise InputError("no silo has training examples; at least one is needed")

@@ -6,9 +6,10 @@ Legend: T samples, B examples, C classes. Natural logarithm throughout (D17).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from uefl.core.errors import InputError
@@ -32,8 +33,9 @@ def entropy(p: Tensor) -> Tensor:
     return e
 
 
-def estimate_uncertainty(p: Tensor) -> Uncertainty:
+def estimate_uncertainty(p: Tensor | NDArray[Any]) -> Uncertainty:
     """Estimate the uncertainty from the probabilities p [T, B, C] of sampled predictions."""
+    p = torch.as_tensor(p)
     if p.dim() != 3:
         raise InputError(f"p has shape {list(p.shape)}; it must be [samples, examples, classes]")
     sums = p.sum(-1)

@@ -54,10 +54,13 @@ def parse_experiments(arguments: Sequence[str], default_methods: Sequence[str], 
 
 
 def _override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
-    """Change settings; a setting of the data that the partitioner ignores is an error."""
+    """Change settings; one that has no effect, such as of another partitioner, is an error."""
     changed = override_settings(experiment, assignments)
     paths = find_assigned_paths(experiment, assignments)
     changed.data.check_used(path[1:] for path in paths if path[0] == "data")
+    optimizer = changed.method.local.optimizer
+    if ("method", "local", "momentum") in paths and optimizer != "sgd":
+        raise InputError(f"momentum has no effect with optimizer={optimizer}; it is used by sgd")
     return changed
 
 

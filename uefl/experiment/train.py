@@ -29,6 +29,7 @@ from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels, describe_method
 from uefl.experiment.trained_model import TrainedModel, save_models
+from uefl.models.model_config import ModelConfig
 from uefl.models.network import Net, initialize_network
 
 if TYPE_CHECKING:
@@ -104,12 +105,17 @@ def train(
     if engine not in ("auto", *IN_PROCESS_ENGINES):
         raise unknown_value_error("engine", engine, ("auto", *IN_PROCESS_ENGINES))
     check_device(device)
+    _check_types(method, encoder)
+    ModelConfig(hidden_size=hidden_size, dropout=dropout, augment=augment)  # checks the ranges
     silos = check_silos(silos, num_classes)
     x = silos[0].train.x
     input_shape, input_dtype = tuple(x.shape[1:]), x.dtype if is_integer(x) else torch.float32
     network: dict[str, Any] = {"hidden_size": hidden_size, "dropout": dropout, "augment": augment}
     build = partial(Net, encoder, num_classes, input_shape, **network, input_dtype=input_dtype)
-    net = initialize_network(seed, build, method.adapt_network)
+    try:
+        net = initialize_network(seed, build, method.adapt_network)
+    except RuntimeError as e:  # of the user's own encoder
+        raise InputError(f"encoder cannot take examples of shape {list(input_shape)}: {str(e).splitlines()[0]}") from e
     silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
     engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
     clients = ENGINES[engine](silos, net, seed=seed, device=device)
@@ -139,3 +145,11 @@ def train(
     personal_tensors = clients.get_personal_tensors(method, method.make_broadcast(clients, server))
     models = SiloModels(description, server.model_state, server.access, personal_tensors, encoder, method)
     return TrainingResult(records, summary, server, clients, models)
+
+
+def _check_types(method: object, encoder: object) -> None:
+    if not isinstance(method, FedAvg):
+        given = method.__name__ if isinstance(method, type) else type(method).__name__
+        raise InputError(f"method must be a method with its settings, such as UEFL(rounds=10), not {given}")
+    if not isinstance(encoder, nn.Module):
+        raise InputError(f"encoder must be a torch.nn.Module, not {type(encoder).__name__}")

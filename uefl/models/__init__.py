@@ -47,6 +47,7 @@ ENCODERS: Registry[Callable[..., nn.Module]] = Registry(
             "uefl.models.baseline_encoders:MLP",
             "Two hidden layers, the default for tables; FedCR's for EMNIST, 1024 features",
         ),
+        "mlp-bn": Entry("uefl.models.baseline_encoders:BatchNormMLP", "Two hidden layers with batch norm, for tables"),
         "identity": Entry(
             "uefl.models.baseline_encoders:Identity",
             "The inputs themselves; with feature_norm=none and hidden_size=0 a logistic regression",

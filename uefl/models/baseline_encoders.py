@@ -48,6 +48,23 @@ class MLP(Encoder):
         return features
 
 
+class BatchNormMLP(Encoder):
+    """Two hidden layers with batch norm, for methods that need one on tables: [B, c] or images -> [B, width]."""
+
+    accepts_rows = True
+
+    def __init__(self, *, in_channels: int = 1, image_size: int = 28, width: int = 1024) -> None:
+        super().__init__(in_channels=in_channels, image_size=image_size)
+        sizes = (in_channels * image_size**2, width, width)
+        layers = [(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in pairwise(sizes)]
+        self.layers = nn.Sequential(nn.Flatten(), *(layer for block in layers for layer in block))
+        self.num_features = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        features: Tensor = self.layers(x)
+        return features
+
+
 class Identity(Encoder):
     """The inputs themselves as one token: [B, c, size, size] or [B, c] -> [B, c·size²].
 
