@@ -34,7 +34,8 @@ PER_SILO = {
         "mutual_information",
         "nll",
         "brier",
-        "ece",
+        "augrc",
+        "risk_at_80",
     ),
 }
 PER_ROUND = {

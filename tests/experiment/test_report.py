@@ -19,7 +19,10 @@ from uefl.experiment.report import describe_decision, make_comparison_table, pri
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.seeds import format_mean_stderr, format_seed_table
 
-LEGEND = "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is better)"
+LEGEND = (
+    "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is more certain, which is "
+    "good only together with accuracy, NLL and AUGRC)"
+)
 
 
 def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=False, rounds=5, method="fedavg"):
@@ -171,6 +174,44 @@ def test_three_methods_fit_into_80_columns_without_cutting_a_cell(tmp_path):
     assert all(text.count(f" {name} ┃") == count for name, count in (("fedavg", 2), ("vq", 4), ("uefl", 4)))
 
 
+def test_the_quality_of_uncertainty_has_a_table_of_its_own_that_fits_80_columns(tmp_path):
+    """Too few examples of a silo for a calibration error give a dash; all silos together may have enough."""
+    runs = {name: write_run(tmp_path / name, num_codewords=0) for name in ("fedavg", "fedprox", "uefl")}
+    assert "Quality" not in capture(lambda console: print_runs(runs, console))  # of records without these metrics
+    for path in runs.values():
+        summary = RunFolder(path).read_summary()
+        pooled = {"nll": 0.25, "brier": 0.125, "ece": 0.0625, "augrc": 0.0156, "risk_at_80": 0.01}
+        summary["mean of last 5"] |= {"mNLL": 0.5, "mBrier": 0.2, "mAUGRC": 0.0314, "all_silos": pooled}
+        RunFolder(path).write_summary(summary)
+    console = Console(width=80, highlight=False, force_terminal=False)
+    with console.capture() as output:
+        print_runs(runs, console)
+    text = output.get()
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "┃ ┃ NLL ┃ Brier ┃ ECE ┃ AUGRC ┃" in lines
+    assert lines.count("│ uefl, mean over silos │ 0.500 │ 0.200 │ – │ 0.0314 │") == 1
+    assert lines.count("│ all silos together │ 0.250 │ 0.125 │ 0.062 │ 0.0156 │") == 3
+    assert "fewer than 500 test examples are too few" in text
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines() if line.startswith(("│", "┃"))) <= 80
+
+
+def test_the_table_of_seeds_has_the_quality_that_every_run_has():
+    def make_run(name, **quality):
+        means = {"mA": 0.5, "mE": 0.25, "mP": 3.4, "mNLL": 0.5, **quality}
+        return {
+            "name": name,
+            "mean of last 5": means,
+            "experiment": {"seed": 0},
+            "validation_accuracy": 0.5,
+            "rounds": 7,
+        }
+
+    rows = format_seed_table([make_run("fedavg"), make_run("uefl", mECE=0.1)]).splitlines()
+    assert rows[0] == "| mean of last 5 rounds | mA | mE | mP | mNLL | mA, seeds 0 | mE, seeds 0 |"
+    assert rows[2] == "| fedavg | 0.5000 | 0.2500 | 3.4 | 0.5000 | 0.5000 | 0.2500 |"
+
+
 @pytest.mark.parametrize(
     ("rounds", "title"), [(5, "mean of last 5 rounds"), (3, "mean of last 3 rounds"), (1, "last round")]
 )
@@ -320,7 +361,8 @@ def test_one_entry_adds_a_metric_to_all_tables(tmp_path):
     assert error in result.stdout
     assert "err." in result.stdout
     assert "mX: mean error rate over silos; mA: mean accuracy" in result.stdout
-    assert "| mean of last 3 rounds | mX | mA | mE | mP | mX, seeds 0 | mA, seeds 0 | mE, seeds 0 |" in result.stdout
+    headings = "mX | mA | mE | mP | mNLL | mBrier | mAUGRC | mX, seeds 0 | mA, seeds 0 | mE, seeds 0"
+    assert f"| mean of last 3 rounds | {headings} |" in result.stdout
 
 
 def test_the_names_of_metrics_and_of_shared_sums_are_unambiguous():

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from uefl.core.federation import Evaluations, Reply, ServerState, Tensors
-from uefl.core.metrics import SCORE_COUNTS, compute_metrics, compute_two_class_metrics
+from uefl.core.metrics import compute_metrics, compute_pooled_metrics
 
 
 def start_record(server: ServerState, replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
@@ -62,7 +60,8 @@ def complete_record(
     for silo_name, evaluation in evaluations.items():
         silos[silo_name] = {**silos[silo_name], **_describe_evaluation(evaluation, code_loss_weight, specificity)}
     record = {**server.open_record, "silos": silos}
-    if pooled := _pool_scores(evaluations, specificity):
+    tests = [evaluation.received["test"] for evaluation in evaluations.values() if "test" in evaluation.received]
+    if pooled := compute_pooled_metrics(tests, specificity):
         record["all_silos"] = pooled
     return server.replace(open_record={}, completed_records=(*server.completed_records, record))
 
@@ -86,13 +85,6 @@ def _describe_reply(reply: Reply) -> dict[str, Any]:
         metrics = compute_metrics(reply.evaluations.local["test"])
         entries |= {"local_accuracy": metrics["accuracy"], "local_entropy": metrics["entropy"]}
     return entries
-
-
-def _pool_scores(evaluations: Mapping[str, Evaluations], specificity: float) -> dict[str, float]:
-    """Return the metrics of two classes over the test examples of all silos, whose score counts add up."""
-    tests = [evaluation.received.get("test", {}) for evaluation in evaluations.values()]
-    counts = [sums[SCORE_COUNTS].cpu() for sums in tests if SCORE_COUNTS in sums]
-    return compute_two_class_metrics({SCORE_COUNTS: torch.stack(counts).sum(0)}, specificity) if counts else {}
 
 
 def _describe_evaluation(evaluation: Evaluations, code_loss_weight: float, specificity: float) -> dict[str, Any]:

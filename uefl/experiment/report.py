@@ -10,12 +10,24 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from uefl.core.metrics import TWO_CLASS_METRICS, describe_means, find_worst, select_table_metrics
+from uefl.core.metrics import (
+    MIN_CALIBRATION_EXAMPLES,
+    QUALITY_METRICS,
+    TWO_CLASS_METRICS,
+    describe_means,
+    find_worst,
+    select_table_metrics,
+)
 from uefl.experiment.chance import describe_chance, is_at_chance, mean_accuracy
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds, read_records
 from uefl.experiment.run_folder import RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
+QUALITY_NOTE = (
+    "NLL: negative log-likelihood; ECE: expected calibration error (–: fewer than "
+    f"{MIN_CALIBRATION_EXAMPLES} test examples are too few for it); AUGRC: area under the generalized risk-coverage "
+    "curve; lower is better"
+)
 INTERVAL_NOTE = (
     "Intervals: AUROC by DeLong's variance and AUPRC by Boyd et al. on the logit scale, sensitivity by Wilson for the "
     "chosen threshold; means of their ends over the rounds of the table"
@@ -44,6 +56,9 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     two_classes = any(map(_has_two_classes, summaries))
     means = describe_means(with_codebook=any(map(_has_codebook, summaries)), two_classes=two_classes)
     console.print(means, soft_wrap=True)
+    if any(_has_quality(summary) for summary in summaries):
+        console.print(make_quality_table(runs))
+        console.print(QUALITY_NOTE, soft_wrap=True)
     if two_classes:
         console.print(make_interval_table(runs))
         console.print(INTERVAL_NOTE, soft_wrap=True)
@@ -146,6 +161,27 @@ def make_interval_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGG
     pooled = [_format_interval(s.get("all_silos", {}), m.name) for _, s, m in columns]
     table.add_row(*_make_bold("all silos together", *pooled))
     return table
+
+
+def make_quality_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
+    """Make a table of the quality of uncertainty: mean over silos, and of all test examples together."""
+    table = Table(title="Quality of uncertainty", title_justify="left")
+    table.add_column("")
+    for metric in QUALITY_METRICS:
+        table.add_column(metric.column, justify="right", no_wrap=True)
+    for name, summary in zip(runs, _read_summaries(runs, aggregation)):
+        means = {metric.name: summary[metric.label] for metric in QUALITY_METRICS if metric.label in summary}
+        table.add_row(f"{name}, mean over silos", *_format_quality(means))
+        table.add_row("all silos together", *_format_quality(summary.get("all_silos", {})), end_section=True)
+    return table
+
+
+def _format_quality(row: Mapping[str, float]) -> list[str]:
+    return [f"{row[m.name]:.{m.digits}f}" if m.name in row else "–" for m in QUALITY_METRICS]
+
+
+def _has_quality(summary: Summary) -> bool:
+    return any(metric.label in summary for metric in QUALITY_METRICS)
 
 
 def _format_interval(row: Mapping[str, float], name: str) -> str:
