@@ -69,7 +69,8 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
     return {
         "rounds": records[-1]["round"],
         "total_codewords": records[-1]["total_codewords"],
-        "extensions": [_describe_extension(r) for r in records if r.get("has_decision")],
+        "extensions": [summarize_decision(r) for r in records if r.get("has_decision")],
+        "revocations": [summary for r in records if (summary := summarize_revocation(r))],
         "bytes_up": sum(r["bytes_up"] for r in records),
         "bytes_down": sum(r["bytes_down"] for r in records),
         "seconds": sum(r["seconds"] for r in records),
@@ -99,11 +100,20 @@ def _validation_accuracy(record: Record) -> float:
     return mean_metric([s["validation"] for s in record["silos"].values() if "validation" in s], "accuracy")
 
 
-def _describe_extension(record: Record) -> dict[str, Any]:
+def summarize_revocation(record: Record) -> dict[str, Any]:
+    """Summarize which silos lost new codewords after a round; empty where none was validated."""
+    lost = {name: silo["revoked_codewords"] for name, silo in record["silos"].items() if "revoked_codewords" in silo}
+    revoked = {name: count for name, count in lost.items() if count}
+    return {"round": record["round"], "num_silos": len(lost), "revoked_codewords": revoked} if lost else {}
+
+
+def summarize_decision(record: Record) -> dict[str, Any]:
+    """Summarize the decision of a round: the silos found, the codewords given, and what the test is based on."""
     return {
         "round": record["round"],
         "uncertain_silos": list_uncertain_silos(record),
         "new_codewords": count_new_codewords(record),
+        "decision": record.get("decision", {}),
     }
 
 
