@@ -160,7 +160,7 @@ ROTATED = Setup(
         "VQ-FedAvg": Variant(method="vq-fedavg"),
         "VQ-FedAvg, one codebook per domain": Variant(
             method="vq-fedavg",
-            method_fields={"codebook": replace(CODEBOOK, extend=False, initial_codebook="per_domain")},
+            method_fields={"codebook": replace(CODEBOOK, extend="none", initial_codebook="per_domain")},
         ),
         "UEFL": Variant(method="uefl", paper_result="92.0, mE 0.149 (T1)"),
         "FedProx with codebook": Variant(method="fedprox", method_fields={"codebook": CODEBOOK}),

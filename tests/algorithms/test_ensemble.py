@@ -32,7 +32,7 @@ def select_member(model_state, m):
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_each_member_trains_exactly_as_a_single_network(optimizer):
     local = replace(LOCAL, optimizer=optimizer, weight_decay=0.01)
-    codebook = replace(SMALL_CODEBOOK, codebook_init="gaussian", extend=False)
+    codebook = replace(SMALL_CODEBOOK, codebook_init="gaussian", extend="none")
     method = UEFL(**{**SHORT_RUN, "local": local}, codebook=codebook)
     ensemble = make_network(method, ensemble_size=2, dropout=0.0)
     assert isinstance(ensemble, Ensemble)

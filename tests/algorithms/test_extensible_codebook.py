@@ -26,7 +26,7 @@ from uefl.core.federation import Examples, is_codeword_tensor
 from uefl.core.noise import derive_key, normal
 from uefl.engines.serial import SerialEngine
 
-STATIC = replace(SMALL_CODEBOOK, warmup_rounds=0, extend=False)
+STATIC = replace(SMALL_CODEBOOK, warmup_rounds=0, extend="none")
 
 
 def make_uefl(codebook=SMALL_CODEBOOK, **fields):
@@ -400,7 +400,7 @@ def test_warmup_rounds_are_those_of_fedavg():
 
 def test_kmeans_initial_codebook_fits_features_better_than_gaussian_noise():
     def run(codebook_init):
-        method = make_uefl(replace(SMALL_CODEBOOK, num_codewords=12, extend=False, codebook_init=codebook_init))
+        method = make_uefl(replace(SMALL_CODEBOOK, num_codewords=12, extend="none", codebook_init=codebook_init))
         _, records = run_rounds(method, make_clients(method), 3)
         silos = records[-1]["silos"].values()
         return {m: sum(silo[m] for silo in silos) / 4 for m in ("quantization_error", "perplexity")}
@@ -412,7 +412,7 @@ def test_kmeans_initial_codebook_fits_features_better_than_gaussian_noise():
 
 @pytest.mark.parametrize("codebook_init", ["kmeans", "gaussian"])
 def test_codebook_per_domain_is_used_only_by_silos_of_that_domain(codebook_init):
-    codebook = replace(SMALL_CODEBOOK, initial_codebook="per_domain", extend=False, codebook_init=codebook_init)
+    codebook = replace(SMALL_CODEBOOK, initial_codebook="per_domain", extend="none", codebook_init=codebook_init)
     method = VQFedAvg(**SHORT_RUN, codebook=codebook)
     server, _ = run_rounds(method, make_clients(method))
     rotated, upright = [True] * 6 + [False] * 6, [False] * 6 + [True] * 6
@@ -460,7 +460,7 @@ def test_run_with_a_final_codebook_continues_for_all_rounds():
 
 def test_infinite_gamma_equals_a_static_codebook():
     infinite = make_uefl(replace(SMALL_CODEBOOK, gamma=math.inf))
-    static = VQFedAvg(**SHORT_RUN, codebook=replace(SMALL_CODEBOOK, extend=False))
+    static = VQFedAvg(**SHORT_RUN, codebook=replace(SMALL_CODEBOOK, extend="none"))
     (one, records), (other, _) = (run_rounds(method, make_clients(method)) for method in (infinite, static))
     assert have_equal_bits(one.model_state, other.model_state)
     assert torch.equal(one.access, other.access)

@@ -58,7 +58,7 @@ def train_in_plain_pytorch(net, examples, method):
 
 @pytest.mark.parametrize(
     "codebook",
-    [None, replace(SMALL_CODEBOOK, codebook_init="gaussian", extend=False)],
+    [None, replace(SMALL_CODEBOOK, codebook_init="gaussian", extend="none")],
     ids=["without codebook", "with codebook"],
 )
 def test_federation_of_one_silo_is_ordinary_training(codebook):

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CODEWORDS, LOCAL, SHORT_RUN, have_equal_bits, make_clients, make_striped_silos, run_rounds
+from harness import (
+    ALWAYS_UNCERTAIN,
+    CODEWORDS,
+    LOCAL,
+    SHORT_RUN,
+    have_equal_bits,
+    make_clients,
+    make_striped_silos,
+    run_rounds,
+)
 
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
@@ -12,7 +21,7 @@ from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import Reply
 from uefl.engines.serial import SerialEngine
 
-EAGER = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, gamma=0.0, min_standard_errors=0)
+EAGER = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, **ALWAYS_UNCERTAIN)
 WEIGHT = "classifier.1.weight"
 
 

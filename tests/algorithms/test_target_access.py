@@ -80,6 +80,6 @@ def test_least_uncertain_access_without_validation_images_is_an_input_error():
 
 
 def test_choices_are_not_evaluated_while_all_silos_use_the_same_codewords():
-    _, _, server, records = run_with_target(extend=False)
+    _, _, server, records = run_with_target(extend="none")
     assert server.model_state[CODEWORDS].shape == (6, 4)
     assert not any("target_metrics" in silo for record in records for silo in record["silos"].values())

@@ -8,7 +8,8 @@ import torch
 from sklearn.metrics import log_loss
 
 from uefl.core.federation import Batch, ClientModel
-from uefl.core.metrics import METRICS, compute_metric_sums, compute_metrics, describe_means
+from uefl.core.metrics import METRICS, RISK_COVERAGES, compute_metric_sums, compute_metrics, describe_means
+from uefl.core.selective_risk import augrc, count_outcomes, risk_at_coverage
 from uefl.core.uncertainty import (
     CALIBRATION_BINS,
     brier_score,
@@ -134,6 +135,7 @@ def test_metrics_do_not_depend_on_the_division_into_batches(p, y):
     found = compute_metrics({n: sum(s[n] for s in sums) for n in sums[0]})
     mean = p.mean(0)
     e = entropy(mean)
+    outcomes = count_outcomes(e, mean.argmax(1) == y, 6)
     assert found == pytest.approx(
         {
             "num_examples": 500,
@@ -146,6 +148,8 @@ def test_metrics_do_not_depend_on_the_division_into_batches(p, y):
             "nll": log_loss(y, mean, labels=range(6)),
             "brier": ((mean.numpy() - np.eye(6)[y]) ** 2).sum(1).mean(),
             "ece": compute_ece_by_bins(mean.numpy(), y.numpy()),
+            "augrc": augrc(outcomes),
+            **{f"risk_at_{percent}": risk_at_coverage(outcomes, percent / 100) for percent in RISK_COVERAGES},
             "quantization_error": 0.25,
             "perplexity": 1.0,
         }
@@ -162,7 +166,8 @@ def test_every_metric_is_computed_from_sums_that_some_metric_declares(p, y):
 
 def test_the_labels_of_tables_are_explained_in_one_line():
     assert describe_means(with_codebook=True) == (
-        "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is better); "
+        "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy "
+        "(lower is more certain, which is good only together with accuracy, NLL and AUGRC); "
         "mP: mean perplexity of codeword use"
     )
     assert "mP" not in describe_means(with_codebook=False)

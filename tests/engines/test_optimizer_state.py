@@ -14,7 +14,7 @@ from uefl.engines.stacked.stacked_engine import StackedEngine
 
 ENGINES = pytest.mark.parametrize("engine", [SerialEngine, StackedEngine])
 ONE_STEP = replace(LOCAL, optimizer="sgd", lr=0.1, momentum=0.9, batch_size=64, reset_optimizer=False)
-METHOD = VQFedAvg(**{**SHORT_RUN, "local": ONE_STEP}, codebook=replace(SMALL_CODEBOOK, extend=False))
+METHOD = VQFedAvg(**{**SHORT_RUN, "local": ONE_STEP}, codebook=replace(SMALL_CODEBOOK, extend="none"))
 
 
 def fit_twice(engine, first_row, second_row):

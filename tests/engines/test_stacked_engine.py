@@ -53,7 +53,7 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
     "augmentation": (UEFL_METHOD, {"augment": "crop:2+flip"}),
     "fedprox with a codebook": (METHODS["fedprox"](**SHORT_RUN, codebook=ALWAYS_EXTENDED), {}),
     **{name: (make_short_method(METHODS[name]), {}) for name in OTHER_METHODS},
-    "vq-fedavg": (METHODS["vq-fedavg"](**SHORT_RUN, codebook=replace(ALWAYS_EXTENDED, extend=False)), {}),
+    "vq-fedavg": (METHODS["vq-fedavg"](**SHORT_RUN, codebook=replace(ALWAYS_EXTENDED, extend="none")), {}),
 }
 
 

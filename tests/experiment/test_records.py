@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from harness import LOCAL, SHORT_RUN, make_clients, make_short_method, run_rounds
+from harness import ALWAYS_UNCERTAIN, LOCAL, SHORT_RUN, make_clients, make_short_method, run_rounds
 
 from uefl.algorithms import METHODS
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
@@ -13,7 +13,7 @@ from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import is_codeword_tensor
 from uefl.experiment.records import append_records, read_records, summarize_records
 
-EAGER = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, gamma=0.0, min_standard_errors=0)
+EAGER = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, **ALWAYS_UNCERTAIN)
 PER_SILO = {
     *(
         "accuracy",
@@ -34,7 +34,8 @@ PER_SILO = {
         "mutual_information",
         "nll",
         "brier",
-        "ece",
+        "augrc",
+        "risk_at_80",
     ),
 }
 PER_ROUND = {
@@ -172,7 +173,7 @@ def test_extensions_list_uncertain_silos_and_new_codewords():
     records[0]["silos"]["ada"] |= {"is_uncertain": True, "new_codewords": 6}
     records[0]["silos"]["bob"] |= {"new_codewords": 0}
     extensions = summarize_records(records, {"ada": "x", "bob": "x"})["extensions"]
-    assert extensions == [{"round": 1, "uncertain_silos": ["ada"], "new_codewords": {"ada": 6}}]
+    assert extensions == [{"round": 1, "uncertain_silos": ["ada"], "new_codewords": {"ada": 6}, "decision": {}}]
 
 
 def test_records_are_appended_and_an_incomplete_one_is_dropped(tmp_path):

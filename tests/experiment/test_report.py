@@ -15,11 +15,14 @@ from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, print_results, sele
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.parsing import parse_experiments, parse_seeds
 from uefl.experiment.progress import ProgressDisplay
-from uefl.experiment.report import describe_decision, make_comparison_table, print_runs
+from uefl.experiment.report import describe_decision, describe_revocation, make_comparison_table, print_runs
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.seeds import format_mean_stderr, format_seed_table
 
-LEGEND = "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is better)"
+LEGEND = (
+    "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is more certain, which is "
+    "good only together with accuracy, NLL and AUGRC)"
+)
 
 
 def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=False, rounds=5, method="fedavg"):
@@ -95,7 +98,9 @@ def test_the_labels_are_explained_under_the_table(tmp_path):
     fedavg, uefl = (write_run(tmp_path / n, num_codewords=v) for n, v in (("fedavg", 0), ("uefl", 16)))
     text = capture(lambda console: print_runs({"fedavg": fedavg, "uefl": uefl}, console))
     assert text.rstrip().endswith(f"{LEGEND}; mP: mean perplexity of codeword use")
-    assert "uefl: after round 3, 1 silo has unusually high uncertainty (ada): 8 new codewords\n" in text
+    assert (
+        "uefl: after round 3, 1 silo is more uncertain than the others: ada; 1 silo receives 8 new codewords\n" in text
+    )
     text = capture(lambda console: print_results({"fedavg": fedavg}, tmp_path, console))
     assert f"{LEGEND}\nrun folder: {fedavg}\nfigure:     {fedavg / 'figure.png'}\n" in text
     assert "mP" not in text
@@ -128,7 +133,8 @@ def test_a_result_at_chance_level_says_so(tmp_path, accuracy, is_reported):
 
 
 def test_a_decision_of_an_untrained_model_says_so():
-    record = {"round": 2, "iteration": 0, "has_decision": True}
+    decision = {"test": "permutation", "level": 0.05, "extend": "uncertain", "is_codebook_final": True}
+    record = {"round": 2, "iteration": 0, "has_decision": True, "decision": decision}
     header = {"class_names": ["a", "b"], "chance_accuracy": 0.5}
 
     def show(console, accuracy):
@@ -137,10 +143,13 @@ def test_a_decision_of_an_untrained_model_says_so():
             display.on_event("uefl", {"kind": "start", "total_rounds": 4, "round": 0, "records": [], "header": header})
             display.on_event("uefl", {"kind": "round", "record": {**record, "silos": {"ada": silo, "bob": silo}}})
 
-    settled = "uefl: after round 2, no silo has unusually high uncertainty: the codebook is final\n"
-    untrained = (
-        "uefl: after round 2, no silo stands out, but the model is at chance level, so this says nothing: "
-        "the codebook is final; set more rounds before the first decision\n"
+    settled = (
+        "uefl: after round 2, no silo is more uncertain than the others beyond chance (permutation test, level 0.05); "
+        "no silo receives new codewords (extend=uncertain): the codebook is final\n"
+    )
+    untrained = settled.replace(
+        "; no silo",
+        ", but the model is at chance level, so this says nothing: set more rounds before the first decision; no silo",
     )
     assert untrained in capture(lambda console: show(console, 0.5))
     assert settled in capture(lambda console: show(console, 0.9))
@@ -171,6 +180,44 @@ def test_three_methods_fit_into_80_columns_without_cutting_a_cell(tmp_path):
     assert all(text.count(f" {name} ┃") == count for name, count in (("fedavg", 2), ("vq", 4), ("uefl", 4)))
 
 
+def test_the_quality_of_uncertainty_has_a_table_of_its_own_that_fits_80_columns(tmp_path):
+    """Too few examples of a silo for a calibration error give a dash; all silos together may have enough."""
+    runs = {name: write_run(tmp_path / name, num_codewords=0) for name in ("fedavg", "fedprox", "uefl")}
+    assert "Quality" not in capture(lambda console: print_runs(runs, console))  # of records without these metrics
+    for path in runs.values():
+        summary = RunFolder(path).read_summary()
+        pooled = {"nll": 0.25, "brier": 0.125, "ece": 0.0625, "augrc": 0.0156, "risk_at_80": 0.01}
+        summary["mean of last 5"] |= {"mNLL": 0.5, "mBrier": 0.2, "mAUGRC": 0.0314, "all_silos": pooled}
+        RunFolder(path).write_summary(summary)
+    console = Console(width=80, highlight=False, force_terminal=False)
+    with console.capture() as output:
+        print_runs(runs, console)
+    text = output.get()
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "┃ ┃ NLL ┃ Brier ┃ ECE ┃ AUGRC ┃" in lines
+    assert lines.count("│ uefl, mean over silos │ 0.500 │ 0.200 │ – │ 0.0314 │") == 1
+    assert lines.count("│ all silos together │ 0.250 │ 0.125 │ 0.062 │ 0.0156 │") == 3
+    assert "fewer than 500 test examples are too few" in text
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines() if line.startswith(("│", "┃"))) <= 80
+
+
+def test_the_table_of_seeds_has_the_quality_that_every_run_has():
+    def make_run(name, **quality):
+        means = {"mA": 0.5, "mE": 0.25, "mP": 3.4, "mNLL": 0.5, **quality}
+        return {
+            "name": name,
+            "mean of last 5": means,
+            "experiment": {"seed": 0},
+            "validation_accuracy": 0.5,
+            "rounds": 7,
+        }
+
+    rows = format_seed_table([make_run("fedavg"), make_run("uefl", mECE=0.1)]).splitlines()
+    assert rows[0] == "| mean of last 5 rounds | mA | mE | mP | mNLL | mA, seeds 0 | mE, seeds 0 |"
+    assert rows[2] == "| fedavg | 0.5000 | 0.2500 | 3.4 | 0.5000 | 0.5000 | 0.2500 |"
+
+
 @pytest.mark.parametrize(
     ("rounds", "title"), [(5, "mean of last 5 rounds"), (3, "mean of last 3 rounds"), (1, "last round")]
 )
@@ -185,21 +232,58 @@ def test_rounds_without_a_usable_reply_are_reported(tmp_path):
     assert "fedavg: in 1 of 1 rounds (first: round 1) no reply could be used, so the model did not change" in text
 
 
+PERMUTATION = {"test": "permutation", "level": 0.05, "extend": "uncertain", "threshold": 0.33}
+SILOS = {"a": {"entropy": 0.412}, "b": {"entropy": 0.5}, "c": {"entropy": 0.3}}
+
+
 @pytest.mark.parametrize(
-    ("silos", "new_codewords", "sentence"),
+    ("silos", "new_codewords", "decision", "sentence"),
     [
-        ((), {}, "after round 5, no silo has unusually high uncertainty: the codebook is final"),
-        (("a",), {"a": 8}, "after round 5, 1 silo has unusually high uncertainty (a): 8 new codewords"),
         (
-            ("a", "b"),
-            {"a": 8},
-            "after round 5, 2 silos have unusually high uncertainty (a, b): 8 new codewords per silo",
+            ["a", "b"],
+            {"a": 8, "b": 8},
+            {**PERMUTATION, "silos": SILOS},
+            "2 of 3 silos are more uncertain than the others (permutation test, level 0.05): a (entropy 0.41, "
+            "threshold 0.33), b (entropy 0.50, threshold 0.33); 2 silos receive 8 new codewords each "
+            "(extend=uncertain)",
         ),
-        (("a", "b"), {}, "after round 5, 2 silos have unusually high uncertainty (a, b): no new codewords"),
+        (
+            ["b"],
+            {"a": 8, "b": 6},
+            {**PERMUTATION, "silos": SILOS, "test": "standard_errors", "min_standard_errors": 2.0, "extend": "all"},
+            "1 of 3 silos is more uncertain than the others (by 2 standard errors): b (entropy 0.50, threshold 0.33); "
+            "2 silos receive 6 or 8 new codewords each (extend=all)",
+        ),
+        (
+            [],
+            {"c": 8},
+            {**PERMUTATION, "silos": SILOS},
+            "no silo is more uncertain than the others beyond chance (permutation test, level 0.05); 1 silo receives 8 "
+            "new codewords (extend=uncertain)",
+        ),
+        (
+            [],
+            {},
+            {"test": "none", "extend": "uncertain", "silos": SILOS, "is_codebook_final": True},
+            "no silo is more uncertain than the others (threshold without a test); no silo receives new codewords "
+            "(extend=uncertain): the codebook is final",
+        ),
+        (["a"], {}, {}, "1 silo is more uncertain than the others: a; no silo receives new codewords"),  # an older run
     ],
 )
-def test_a_decision_is_described_in_one_sentence(silos, new_codewords, sentence):
-    assert describe_decision(5, silos, new_codewords) == sentence
+def test_a_decision_is_described_in_one_sentence(silos, new_codewords, decision, sentence):
+    step = {"round": 5, "uncertain_silos": silos, "new_codewords": new_codewords, "decision": decision}
+    assert describe_decision(step) == f"after round 5, {sentence}"
+
+
+def test_revoked_codewords_are_described_in_one_sentence():
+    step = {"round": 5, "num_silos": 3, "revoked_codewords": {"a": 8, "b": 8}}
+    assert describe_revocation(step) == (
+        "after round 5, 2 of 3 silos lose their new codewords, without which validation NLL is lower: a, b"
+    )
+    assert describe_revocation({**step, "revoked_codewords": {}}) == (
+        "after round 5, no silo loses its new codewords: all 3 have a lower NLL with them"
+    )
 
 
 def test_a_damaged_summary_is_named(tmp_path):
@@ -236,7 +320,8 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
         "uefl: round 2/4 trained in 6 s; its metrics follow with the next round",
         "uefl: an unknown node was rejected",
         "uefl: after round 2, an initial codebook of 16 codewords",
-        "uefl: after round 2, 2 silos have unusually high uncertainty (ada, bob): 8 new codewords per silo",
+        "uefl: after round 2, 2 silos are more uncertain than the others: ada, bob; "
+        "2 silos receive 8 new codewords each",
         "uefl: round 2, reply of bob rejected: not finite",
         "uefl: already finished (engine serial), in runs/a",
     ]
@@ -320,7 +405,8 @@ def test_one_entry_adds_a_metric_to_all_tables(tmp_path):
     assert error in result.stdout
     assert "err." in result.stdout
     assert "mX: mean error rate over silos; mA: mean accuracy" in result.stdout
-    assert "| mean of last 3 rounds | mX | mA | mE | mP | mX, seeds 0 | mA, seeds 0 | mE, seeds 0 |" in result.stdout
+    headings = "mX | mA | mE | mP | mNLL | mBrier | mAUGRC | mX, seeds 0 | mA, seeds 0 | mE, seeds 0"
+    assert f"| mean of last 3 rounds | {headings} |" in result.stdout
 
 
 def test_the_names_of_metrics_and_of_shared_sums_are_unambiguous():

@@ -59,7 +59,7 @@ def test_numbers_are_numbers(text):
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("No", False), ("1", True), ("0", False)])
 def test_booleans_have_their_usual_spellings(text, value):
-    assert override_settings(BASE, [f"extend={text}"]).method.codebook.extend is value
+    assert override_settings(BASE, [f"evaluate_train={text}"]).method.evaluate_train is value
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,12 @@ def test_booleans_have_their_usual_spellings(text, value):
         ("gama=0.2", "unknown field 'gama' (did you mean 'gamma'?); known: "),
         ("gamma=much", "gamma=much is not a number"),
         ("num_codewords=2.5", "num_codewords=2.5 is not a whole number"),
-        ("extend=perhaps", "extend=perhaps; allowed: true, false"),
+        ("evaluate_train=perhaps", "evaluate_train=perhaps; allowed: true, false"),
+        ("extend=true", "extend=true; allowed: none, uncertain, all, random, validated"),
+        ("extend=false", "extend=false; allowed: none, uncertain, all, random, validated"),
+        ("uncertainty_test=t", "uncertainty_test=t; allowed: none, standard_errors, permutation"),
+        ("uncertainty_level=0", "uncertainty_level=0.0 must be greater than 0 and less than 1"),
+        ("uncertainty_level=1", "uncertainty_level=1.0 must be greater than 0 and less than 1"),
         ("extension_scope=all", "extension_scope=all; allowed: silo, group"),
         ("gamma", "'gamma' is not of the form field=value"),
         ("=3", "'=3' is not of the form field=value"),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +24,23 @@ from uefl.algorithms.centroids import (
 )
 from uefl.algorithms.codebook_hooks import CodebookHooks
 from uefl.algorithms.codeword_access import add_codewords, revoke_codewords, store_initial_size
+from uefl.algorithms.codeword_validation import mark_unvalidated, revoke_useless_codewords
 from uefl.algorithms.round_record import record_decision, record_kmeans_time, record_query_cost
 from uefl.algorithms.target_access import TargetAccess, evaluate_targets
+from uefl.algorithms.uncertainty_report import UncertaintyTest, report_uncertain_silos
 from uefl.core import noise_addresses as addresses
 from uefl.core.errors import InputError
 from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo, is_codeword_tensor
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.metrics import Metrics, compute_metrics
-from uefl.core.noise import derive_key, normal
+from uefl.core.noise import derive_key, normal, permutation
 
 if TYPE_CHECKING:
     from uefl.algorithms.fedavg import FedAvg
     from uefl.core.codebook import QuantizedFeatures
     from uefl.models.network import Prediction
+
+Extend = Literal["none", "uncertain", "all", "random", "validated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,11 @@ class ExtensibleCodebook(CodebookHooks):
         1.0, "Weight β of ‖c − sg(z)‖² in L_code, the codewords' term (D5).", at_least=0
     )
     reduction: Literal["mean", "sum"] = setting("mean", "Reduction of ‖·‖² over the channels of a feature (D18).")
-    extend: bool = setting(True, "Give uncertain silos new codewords; false keeps a static codebook (VQ-FedAvg).")
+    extend: Extend = setting(
+        "uncertain",
+        "Silos that get new codewords: none (a static codebook), those above the threshold (as in the paper), all, as "
+        "many at random, or those above the threshold, revoked where validation NLL is lower without them (D28).",
+    )
     new_codeword_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "New codewords: centroids of the silo's features, or Gaussian noise (Table 15)."
     )
@@ -69,6 +77,14 @@ class ExtensibleCodebook(CodebookHooks):
         "Standard errors by which e_k must exceed the reference; 0 applies γ alone (D22).",
         at_least=0,
         finite=False,
+    )
+    uncertainty_test: UncertaintyTest = setting(
+        "permutation",
+        "Test for reporting a silo as uncertain, beside γ: none, min_standard_errors, or a permutation test (D29). It "
+        "does not decide which silos get codewords.",
+    )
+    uncertainty_level: float = setting(
+        0.05, "Level of the permutation test, for all silos and decisions of a run together.", above=0, below=1
     )
     extension_scope: Literal["silo", "group"] = setting(
         "silo", "New codewords per uncertain silo, or together for all uncertain silos (D7)."
@@ -90,6 +106,8 @@ class ExtensibleCodebook(CodebookHooks):
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.extend not in get_args(Extend):  # such as true or false, which were its values once
+            raise InputError(f"extend={str(self.extend).lower()}; allowed: {', '.join(get_args(Extend))}")
 
     def check_rounds(self, method: FedAvg) -> None:
         if self.codebook_init == "kmeans" and self.warmup_rounds >= method.rounds:
@@ -157,8 +175,11 @@ class ExtensibleCodebook(CodebookHooks):
     def after_round(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
         """Fit the initial codebook after the warm-up; extend it at the end of an iteration (D9)."""
         ends_warmup = server.round == self.warmup_rounds and self.codebook_init == "kmeans"
-        ends_iteration = server.round == method.rounds + server.iteration * method.extra_rounds < method.total_rounds
-        if not ends_warmup and (not ends_iteration or server.is_codebook_final or not self.extend):
+        ends_iteration = server.round == method.rounds + server.iteration * method.extra_rounds
+        if ends_iteration and self.extend == "validated":
+            server = revoke_useless_codewords(method, clients, server)
+        decides = ends_iteration and server.round < method.total_rounds and self.extend != "none"
+        if not ends_warmup and (not decides or server.is_codebook_final):
             return server
         # Evaluate uncertainty for each client with the integrated model                               (Algorithm 1)
         server, evaluations = method.evaluate_clients(clients, server)
@@ -167,14 +188,42 @@ class ExtensibleCodebook(CodebookHooks):
         # e_k > (1 + γ) min_j e_j
         validation = {n: e.received["validation"] for n, e in evaluations.items() if "validation" in e.received}
         uncertain_silos = self.find_uncertain_silos({n: compute_metrics(sums) for n, sums in validation.items()})
+        server, report = report_uncertain_silos(self, method, clients, server, validation)
         # K-means initialize another v codewords and add them to codebook; v_k ← v_k + v
-        extended = self.extend_codebook(method, clients, server, uncertain_silos) if uncertain_silos else server
+        receivers = self.select_receivers(clients, server, uncertain_silos)
+        extended = self.extend_codebook(method, clients, server, receivers) if receivers else server
+        if self.extend == "validated":
+            extended = mark_unvalidated(extended, before=server)
         # Reduce the number of communication rounds; repeat until no silo is uncertain
-        extended = extended.replace(iteration=server.iteration + 1, is_codebook_final=not uncertain_silos)
-        return method.complete_open_record(record_decision(extended, uncertain_silos, before=server), evaluations)
+        extended = extended.replace(iteration=server.iteration + 1, is_codebook_final=not receivers)
+        return method.complete_open_record(record_decision(extended, report, before=server), evaluations)
 
-    def find_uncertain_silos(self, metrics: Mapping[str, Metrics]) -> tuple[str, ...]:
+    def select_receivers(
+        self, clients: Clients, server: ServerState, uncertain_silos: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Return the silos that get new codewords (D28)."""
+        trainable = tuple(name for name in server.silo_names if clients.num_examples[name])
+        if self.extend == "all":
+            return trainable
+        if self.extend == "random":  # as many as by uncertainty, so that only the choice differs
+            order = permutation(derive_key(clients.seed, server.round, addresses.RANDOM_RECEIVERS), len(trainable))
+            return tuple(sorted(trainable[i] for i in order[: len(uncertain_silos)].tolist()))
+        return uncertain_silos
+
+    def compute_threshold(self, metrics: Mapping[str, Metrics]) -> float | None:
+        """Return (1 + γ) times the reference entropy, or None without any entropy."""
+        entropies = [m["entropy"] for m in metrics.values() if math.isfinite(m["entropy"])]
+        if not entropies:
+            return None
+        reference = min(entropies) if self.threshold_reference == "min" else sum(entropies) / len(entropies)
+        threshold = (1 + self.gamma) * reference
+        return threshold if math.isfinite(threshold) else None
+
+    def find_uncertain_silos(
+        self, metrics: Mapping[str, Metrics], min_standard_errors: float | None = None
+    ) -> tuple[str, ...]:
         """Return silos whose entropy e_k exceeds the threshold of Eq. 7, and by more than noise (D4, D22)."""
+        min_standard_errors = self.min_standard_errors if min_standard_errors is None else min_standard_errors
         # A missing e_k is neither the minimum nor uncertain.
         metrics = {name: m for name, m in metrics.items() if math.isfinite(m["entropy"])}
         if not metrics:
@@ -189,19 +238,19 @@ class ExtensibleCodebook(CodebookHooks):
 
         def is_uncertain(name: str) -> bool:
             error = math.sqrt(squared_errors[name] + reference_error)
-            exceeds_noise = entropy[name] - reference > self.min_standard_errors * error
+            exceeds_noise = entropy[name] - reference > min_standard_errors * error
             return entropy[name] > (1 + self.gamma) * reference and exceeds_noise
 
         return tuple(sorted(filter(is_uncertain, entropy)))
 
     def extend_codebook(
-        self, method: FedAvg, clients: Clients, server: ServerState, uncertain_silos: tuple[str, ...]
+        self, method: FedAvg, clients: Clients, server: ServerState, silo_names: tuple[str, ...]
     ) -> ServerState:
-        """Add codewords for the uncertain silos; all present codewords stay as they are."""
+        """Add codewords for these silos; all present codewords stay as they are."""
         started = time.perf_counter()
-        access_rows = server.access[[server.silo_names.index(name) for name in uncertain_silos]]
+        access_rows = server.access[[server.silo_names.index(name) for name in silo_names]]
         v = self.num_codewords if self.extension_growth == "constant" else int(access_rows.sum(1).max())
-        server, centroids = self.query_centroids(method, clients, server, uncertain_silos, v)
+        server, centroids = self.query_centroids(method, clients, server, silo_names, v)
         if self.new_codeword_init == "gaussian":
             centroids = {n: self.draw_codewords(clients.seed, n, server.round, c) for n, c in centroids.items()}
         receivers = tuple(centroids)

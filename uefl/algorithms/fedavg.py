@@ -40,7 +40,7 @@ from uefl.core.federation import (
 )
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.local import LocalTraining
-from uefl.core.metrics import DEFAULT_SPECIFICITY, compute_metric_sums
+from uefl.core.metrics import DEFAULT_SPECIFICITY, compute_metric_sums, find_histogram_error
 from uefl.core.noise import derive_key, permutation
 
 if TYPE_CHECKING:
@@ -298,7 +298,8 @@ class FedAvg:
     @property
     def client_tasks(self) -> Mapping[str, ClientTask]:
         """The tasks that a server may query, by name."""
-        return {"evaluate": ClientTask(self.evaluate), **self.codebook_hooks.client_tasks(self)}
+        evaluate = ClientTask(self.evaluate, find_error=lambda answer, _blank, _n: find_histogram_error(answer))
+        return {"evaluate": evaluate, **self.codebook_hooks.client_tasks(self)}
 
     def evaluate(self, model: ClientModel, batch: Batch) -> Tensors:
         """Return sums from which all metrics follow."""

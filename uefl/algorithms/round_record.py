@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from uefl.core.federation import Evaluations, Reply, ServerState, Tensors
-from uefl.core.metrics import SCORE_COUNTS, compute_metrics, compute_two_class_metrics
+from uefl.core.metrics import compute_metrics, compute_pooled_metrics
+
+if TYPE_CHECKING:
+    from uefl.algorithms.uncertainty_report import UncertaintyReport
 
 
 def start_record(server: ServerState, replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
@@ -42,14 +43,30 @@ def record_query_cost(server: ServerState, replies: Sequence[Reply], seconds: fl
     return server.replace(open_record={**server.open_record, **cost})
 
 
-def record_decision(server: ServerState, uncertain_silos: Sequence[str], before: ServerState) -> ServerState:
-    """Add to the open record which silos are uncertain and how many codewords each received."""
+def record_decision(server: ServerState, report: UncertaintyReport, before: ServerState) -> ServerState:
+    """Add to the open record which silos are uncertain, by which test, and how many codewords each received."""
     new_codewords = server.access[:, before.access.shape[1] :].sum(1).tolist()
     silos = {
-        name: {**server.open_record["silos"][name], "is_uncertain": name in uncertain_silos, "new_codewords": count}
+        name: {
+            **server.open_record["silos"][name],
+            "is_uncertain": name in report.uncertain_silos,
+            "new_codewords": count,
+        }
         for name, count in zip(server.silo_names, new_codewords)
     }
-    return server.replace(open_record={**server.open_record, "silos": silos, "has_decision": True})
+    decision = {**report.entries, "is_codebook_final": server.is_codebook_final}
+    entries = {"silos": silos, "has_decision": True, "decision": decision}
+    return server.replace(open_record={**server.open_record, **entries})
+
+
+def record_revocation(server: ServerState, validated: Sequence[str], before: ServerState) -> ServerState:
+    """Add to the open record how many codewords each validated silo lost; its metrics are those without them."""
+    silos = dict(server.open_record["silos"])
+    for name in validated:
+        k = server.silo_names.index(name)
+        count, earlier = int(server.access[k].sum()), int(before.access[k].sum())
+        silos[name] = {**silos[name], "num_codewords": count, "revoked_codewords": earlier - count}
+    return server.replace(open_record={**server.open_record, "silos": silos})
 
 
 def complete_record(
@@ -62,7 +79,8 @@ def complete_record(
     for silo_name, evaluation in evaluations.items():
         silos[silo_name] = {**silos[silo_name], **_describe_evaluation(evaluation, code_loss_weight, specificity)}
     record = {**server.open_record, "silos": silos}
-    if pooled := _pool_scores(evaluations, specificity):
+    tests = [evaluation.received["test"] for evaluation in evaluations.values() if "test" in evaluation.received]
+    if pooled := compute_pooled_metrics(tests, specificity):
         record["all_silos"] = pooled
     return server.replace(open_record={}, completed_records=(*server.completed_records, record))
 
@@ -86,13 +104,6 @@ def _describe_reply(reply: Reply) -> dict[str, Any]:
         metrics = compute_metrics(reply.evaluations.local["test"])
         entries |= {"local_accuracy": metrics["accuracy"], "local_entropy": metrics["entropy"]}
     return entries
-
-
-def _pool_scores(evaluations: Mapping[str, Evaluations], specificity: float) -> dict[str, float]:
-    """Return the metrics of two classes over the test examples of all silos, whose score counts add up."""
-    tests = [evaluation.received.get("test", {}) for evaluation in evaluations.values()]
-    counts = [sums[SCORE_COUNTS].cpu() for sums in tests if SCORE_COUNTS in sums]
-    return compute_two_class_metrics({SCORE_COUNTS: torch.stack(counts).sum(0)}, specificity) if counts else {}
 
 
 def _describe_evaluation(evaluation: Evaluations, code_loss_weight: float, specificity: float) -> dict[str, Any]:

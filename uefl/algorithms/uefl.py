@@ -27,5 +27,5 @@ class VQFedAvg(FedAvg):
     """FedAvg with a static codebook: one for all silos, or one per true domain (an oracle)."""
 
     codebook: ExtensibleCodebook | None = setting(
-        default_factory=lambda: ExtensibleCodebook(extend=False), help_text="Codebook of fixed size."
+        default_factory=lambda: ExtensibleCodebook(extend="none"), help_text="Codebook of fixed size."
     )

@@ -7,7 +7,7 @@ sampled prediction (D17).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,13 +16,20 @@ from torch import Tensor
 
 from uefl.core.codebook import count_codewords, perplexity
 from uefl.core.discrimination import Estimate, auprc, auroc, count_scores, has_both_classes, sensitivity_at
+from uefl.core.entropy_comparison import count_entropies
 from uefl.core.federation import Batch, ClientModel, Tensors, is_codeword_tensor
+from uefl.core.selective_risk import augrc, count_outcomes, risk_at_coverage
 from uefl.core.uncertainty import Uncertainty, brier_score, compute_uncertainty, ece, nll, reliability_sums
 
 Metrics = dict[str, float]
 SCORE_COUNTS = "score_counts"  # sum: examples by class and score, for two classes
+ENTROPY_COUNTS = "entropy_counts"  # sum: examples by entropy, for the comparison of silos
+OUTCOME_COUNTS = "outcome_counts"  # sum: examples by correctness and entropy
+CODEWORD_COUNTS = "codeword_counts"  # sum: features by codeword
 SPECIFICITY = "specificity"
 DEFAULT_SPECIFICITY = 0.9
+MIN_CALIBRATION_EXAMPLES = 500  # with fewer, the expected calibration error is mostly noise
+RISK_COVERAGES = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)  # per cent; the points of the risk-coverage curve
 
 
 class BatchOutputs(NamedTuple):
@@ -57,6 +64,9 @@ class Metric:
     column: str = ""  # heading of a table's column
     digits: int = 3  # decimals in tables
     better: Literal["higher", "lower", ""] = ""
+    note: str = ""  # on its direction, where none is better by itself
+    is_quality: bool = False  # of uncertainty: in a table of its own, and for the examples of all silos together
+    min_examples: int = 0  # defined only for at least this many examples
     requires_codebook: bool = False  # shown only for methods with a codebook
     in_summary: bool = True
     num_classes: int = 0  # defined only for this number of classes and test examples of each; 0: always
@@ -77,6 +87,23 @@ def _make_two_class_metrics(
     )
     low = replace(value, name=f"{name}_low", value=lambda s: estimate(s).low, sums={}, label="", column="", better="")
     return value, low, replace(low, name=f"{name}_high", value=lambda s: estimate(s).high)
+
+
+def _count_outcomes(b: BatchOutputs) -> Tensor:
+    """Count examples by whether the averaged sampled prediction is correct, and by its entropy."""
+    p = b.uncertainty.mean
+    return count_outcomes(b.uncertainty.predictive_entropy, p.argmax(-1) == b.y, p.shape[-1])
+
+
+def _make_risk_metric(percent: int) -> Metric:
+    """Return the point of the risk-coverage curve at which this share of the examples is accepted."""
+    return Metric(
+        f"risk_at_{percent}",
+        f"error rate of the {percent} % most certain predictions",
+        lambda sums: risk_at_coverage(sums[OUTCOME_COUNTS], percent / 100),
+        better="lower",
+        is_quality=True,
+    )
 
 
 METRICS = (
@@ -100,10 +127,13 @@ METRICS = (
         "entropy",
         "predictive entropy",
         _mean("entropy"),
-        {"entropy": lambda b: b.uncertainty.predictive_entropy.double().sum()},
+        {
+            "entropy": lambda b: b.uncertainty.predictive_entropy.double().sum(),
+            ENTROPY_COUNTS: lambda b: count_entropies(b.uncertainty.predictive_entropy, b.probabilities.shape[-1]),
+        },
         label="mE",
         column="entropy",
-        better="lower",
+        note="lower is more certain, which is good only together with accuracy, NLL and AUGRC",
     ),
     Metric(
         "entropy_variance",
@@ -117,35 +147,55 @@ METRICS = (
         "mean entropy of the sampled predictions",
         _mean("expected_entropy"),
         {"expected_entropy": lambda b: b.uncertainty.expected_entropy.double().sum()},
-        better="lower",
     ),
     Metric(
         "mutual_information",
         "mutual information between prediction and model",
         lambda sums: (_mean("entropy")(sums) - _mean("expected_entropy")(sums)).clamp_min(0),
-        better="lower",
     ),
     Metric(
         "nll",
         "negative log-likelihood of the labels",
         _mean("nll"),
         {"nll": lambda b: nll(b.uncertainty.mean, b.y).double().sum()},
+        label="mNLL",
+        column="NLL",
         better="lower",
+        is_quality=True,
     ),
     Metric(
         "brier",
         "Brier score",
         _mean("brier"),
         {"brier": lambda b: brier_score(b.uncertainty.mean, b.y).double().sum()},
+        label="mBrier",
+        column="Brier",
         better="lower",
+        is_quality=True,
     ),
     Metric(
         "ece",
         "expected calibration error",
         lambda sums: ece(sums["reliability"]),
         {"reliability": lambda b: reliability_sums(b.uncertainty.mean, b.y)},
+        label="mECE",
+        column="ECE",
         better="lower",
+        is_quality=True,
+        min_examples=MIN_CALIBRATION_EXAMPLES,
     ),
+    Metric(
+        "augrc",
+        "area under the generalized risk-coverage curve",
+        lambda sums: augrc(sums[OUTCOME_COUNTS]),
+        {OUTCOME_COUNTS: _count_outcomes},
+        label="mAUGRC",
+        column="AUGRC",
+        digits=4,
+        better="lower",
+        is_quality=True,
+    ),
+    *map(_make_risk_metric, RISK_COVERAGES),
     Metric(
         "quantization_error",
         "mean squared distance of features to their codewords",
@@ -157,8 +207,8 @@ METRICS = (
     Metric(
         "perplexity",
         "perplexity of codeword use",
-        lambda sums: perplexity(sums["codeword_counts"]).mean() if sums["codeword_counts"].numel() else torch.zeros(()),
-        {"codeword_counts": lambda b: torch.stack([count_codewords(i, b.num_codewords) for i in b.codeword_indices])},
+        lambda sums: perplexity(sums[CODEWORD_COUNTS]).mean() if sums[CODEWORD_COUNTS].numel() else torch.zeros(()),
+        {CODEWORD_COUNTS: lambda b: torch.stack([count_codewords(i, b.num_codewords) for i in b.codeword_indices])},
         label="mP",
         column="perpl.",
         digits=0,
@@ -183,8 +233,10 @@ METRICS = (
         column="sens.",
     ),
 )
-TABLE_METRICS = tuple(metric for metric in METRICS if metric.label and not metric.num_classes)
-TWO_CLASS_METRICS = tuple(metric for metric in METRICS if metric.label and metric.num_classes == 2)
+_SHOWN = tuple(metric for metric in METRICS if metric.label)
+TABLE_METRICS = tuple(metric for metric in _SHOWN if not metric.num_classes and not metric.is_quality)
+QUALITY_METRICS = tuple(metric for metric in _SHOWN if metric.is_quality)
+TWO_CLASS_METRICS = tuple(metric for metric in _SHOWN if metric.num_classes == 2)
 
 
 def compute_metric_sums(model: ClientModel, batch: Batch, mc_samples: int) -> Tensors:
@@ -207,13 +259,35 @@ def compute_metric_sums(model: ClientModel, batch: Batch, mc_samples: int) -> Te
 
 def compute_metrics(sums: Sums, specificity: float = DEFAULT_SPECIFICITY) -> Metrics:
     """Compute all metrics from the sums over a split; those of two classes only where both classes occur."""
-    defined = [metric for metric in METRICS if not metric.num_classes]
+    num_examples = float(sums["num_examples"])
+    defined = [metric for metric in METRICS if not metric.num_classes and num_examples >= metric.min_examples]
     values = {metric.name: float(metric.value(sums)) for metric in defined}
-    return {"num_examples": float(sums["num_examples"]), **values, **compute_two_class_metrics(sums, specificity)}
+    return {"num_examples": num_examples, **values, **compute_two_class_metrics(sums, specificity)}
+
+
+def compute_pooled_metrics(silos: Sequence[Sums], specificity: float = DEFAULT_SPECIFICITY) -> Metrics:
+    """Compute the quality of uncertainty, and the metrics of two classes, of the examples of all silos together."""
+    if not silos:
+        return {}
+    # Silos have different codewords, so the counts of their use do not add up; no metric here needs them.
+    names = [name for name in silos[0] if all(name in sums for sums in silos) and name != CODEWORD_COUNTS]
+    pooled = {name: torch.stack([sums[name].cpu() for sums in silos]).sum(0) for name in names}
+    num_examples = float(pooled["num_examples"])
+    quality = [metric for metric in METRICS if metric.is_quality and num_examples >= metric.min_examples]
+    values = {metric.name: float(metric.value(pooled)) for metric in quality}
+    return {"num_examples": num_examples, **values, **compute_two_class_metrics(pooled, specificity)}
+
+
+def find_histogram_error(answer: Sums) -> str:
+    """Return which histogram of an answer does not count every example once; a server loops over such counts."""
+    for name in (ENTROPY_COUNTS, OUTCOME_COUNTS, SCORE_COUNTS):
+        if name in answer and (bool((answer[name] < 0).any()) or answer[name].sum() != answer["num_examples"]):
+            return f"{name} does not add up to {float(answer['num_examples']):g} examples"
+    return ""
 
 
 def compute_two_class_metrics(sums: Sums, specificity: float = DEFAULT_SPECIFICITY) -> Metrics:
-    """Compute the metrics of two classes; of several silos, after their score counts were added."""
+    """Compute the metrics of two classes where both occur."""
     if SCORE_COUNTS not in sums or not has_both_classes(sums[SCORE_COUNTS]):
         return {}
     sums = {**sums, SPECIFICITY: torch.tensor(specificity, dtype=torch.float64)}
@@ -237,8 +311,9 @@ def describe_means(*, with_codebook: bool, two_classes: bool = False) -> str:
     """Explain the labels of the means over silos in one line."""
     parts: list[str] = []
     for metric in select_table_metrics(with_codebook=with_codebook, two_classes=two_classes):
-        direction = f" ({metric.better} is better)" if metric.better else ""
-        parts.append(f"{metric.label}: mean {metric.description}{'' if parts else ' over silos'}{direction}")
+        direction = metric.note or (f"{metric.better} is better" if metric.better else "")
+        over = "" if parts else " over silos"
+        parts.append(f"{metric.label}: mean {metric.description}{over}{f' ({direction})' if direction else ''}")
     return "; ".join(parts)
 
 

@@ -36,6 +36,8 @@ IMAGES_OF_SILO = "order"
 PUBLIC_IMAGES = "public"
 PUBLIC_ORDER = "public order"
 PUBLIC_STEP = "public step"
+SILO_PERMUTATIONS = "silo permutations"
+RANDOM_RECEIVERS = "random receivers"
 
 # The silo that holds all data in the method `centralized`.
 CENTRAL_SILO = "pooled"

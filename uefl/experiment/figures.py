@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from uefl.core.metrics import mean_metric, select_table_metrics
 from uefl.experiment.files import write_bytes
-from uefl.experiment.records import Record, count_new_codewords, list_uncertain_silos
+from uefl.experiment.records import Record, count_new_codewords
 
 
 def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
@@ -25,7 +25,7 @@ def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
                 axes.axvline(record["round"], color=f"C{i}", linestyle="--", linewidth=0.8, alpha=0.7)
                 if axes is figure.axes[0]:
                     axes.annotate(
-                        f"+codewords ({len(list_uncertain_silos(record))} silos)",
+                        f"+codewords ({len(count_new_codewords(record))} silos)",
                         (record["round"], 0.02),
                         xycoords=("data", "axes fraction"),
                         rotation=90,

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from uefl.core.metrics import mean_metric, select_table_metrics
 from uefl.experiment.chance import is_at_chance, mean_accuracy
 from uefl.experiment.plan import describe_seconds
-from uefl.experiment.records import count_new_codewords, list_uncertain_silos
-from uefl.experiment.report import describe_decision
+from uefl.experiment.records import summarize_decision, summarize_revocation
+from uefl.experiment.report import describe_decision, describe_revocation
 from uefl.experiment.run import Event
 
 
@@ -126,12 +126,12 @@ class ProgressDisplay:
         if "initial_codewords" in record:
             count = record["initial_codewords"]
             self.console.print(f"{run}: after round {round_number}, an initial codebook of {count} codewords")
+        if revocation := summarize_revocation(record):
+            self.console.print(f"{run}: {describe_revocation(revocation)}", soft_wrap=True, markup=False)
         if record.get("has_decision"):
             is_untrained = bool(state["header"]) and is_at_chance(mean_accuracy(record), state["header"])
-            decision = describe_decision(
-                round_number, list_uncertain_silos(record), count_new_codewords(record), is_untrained=is_untrained
-            )
-            self.console.print(f"{run}: {decision}", soft_wrap=True)
+            decision = describe_decision(summarize_decision(record), is_untrained=is_untrained)
+            self.console.print(f"{run}: {decision}", soft_wrap=True, markup=False)
         for name, silo in silos.items():
             if "rejected" in silo:
                 line = f"{run}: round {round_number}, reply of {name} rejected: {silo['rejected']}"

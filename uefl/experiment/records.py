@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from uefl.core.errors import InputError
-from uefl.core.metrics import METRICS, TABLE_METRICS, TWO_CLASS_METRICS, find_worst, mean_metric
+from uefl.core.metrics import METRICS, QUALITY_METRICS, TABLE_METRICS, TWO_CLASS_METRICS, find_worst, mean_metric
 
 Record = dict[str, Any]
 NUM_LAST_ROUNDS = 5
 DEFAULT_AGGREGATION = f"mean of last {NUM_LAST_ROUNDS}"  # what tables show
 AGGREGATIONS = ("last", DEFAULT_AGGREGATION, "best by validation")
-TWO_CLASS_NAMES = {metric.name for metric in METRICS if metric.num_classes}
+OPTIONAL_METRICS = {metric.name for metric in METRICS if metric.num_classes or metric.min_examples}
 REPORTED_METRICS = (*(metric.name for metric in METRICS if metric.in_summary), "code_loss", "num_codewords")
 
 
@@ -69,7 +69,8 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
     return {
         "rounds": records[-1]["round"],
         "total_codewords": records[-1]["total_codewords"],
-        "extensions": [_describe_extension(r) for r in records if r.get("has_decision")],
+        "extensions": [summarize_decision(r) for r in records if r.get("has_decision")],
+        "revocations": [summary for r in records if (summary := summarize_revocation(r))],
         "bytes_up": sum(r["bytes_up"] for r in records),
         "bytes_down": sum(r["bytes_down"] for r in records),
         "seconds": sum(r["seconds"] for r in records),
@@ -99,11 +100,20 @@ def _validation_accuracy(record: Record) -> float:
     return mean_metric([s["validation"] for s in record["silos"].values() if "validation" in s], "accuracy")
 
 
-def _describe_extension(record: Record) -> dict[str, Any]:
+def summarize_revocation(record: Record) -> dict[str, Any]:
+    """Summarize which silos lost new codewords after a round; empty where none was validated."""
+    lost = {name: silo["revoked_codewords"] for name, silo in record["silos"].items() if "revoked_codewords" in silo}
+    revoked = {name: count for name, count in lost.items() if count}
+    return {"round": record["round"], "num_silos": len(lost), "revoked_codewords": revoked} if lost else {}
+
+
+def summarize_decision(record: Record) -> dict[str, Any]:
+    """Summarize the decision of a round: the silos found, the codewords given, and what the test is based on."""
     return {
         "round": record["round"],
         "uncertain_silos": list_uncertain_silos(record),
         "new_codewords": count_new_codewords(record),
+        "decision": record.get("decision", {}),
     }
 
 
@@ -117,26 +127,38 @@ def _average_rounds(rounds: Sequence[Record], domains: dict[str, str]) -> dict[s
     return {
         "round": [r["round"] for r in rounds],
         **{metric.label: mean_metric(silos.values(), metric.name) for metric in TABLE_METRICS},
-        **_summarize_two_classes(silos, rounds),
+        **_summarize_quality(silos),
+        **_summarize_two_classes(silos),
+        "all_silos": _mean_pooled_metrics(rounds),
         "domains": {domain: _mean_metrics(group) for domain, group in groups.items()},
         "silos": {name: {"domain": domains[name], **silo} for name, silo in silos.items()},
     }
 
 
-def _summarize_two_classes(silos: dict[str, dict[str, float]], rounds: Sequence[Record]) -> dict[str, Any]:
-    """Return means over silos, the worst silo by metric, and the metrics of all test examples together."""
+def _summarize_quality(silos: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Return means over silos of the quality of uncertainty; a silo with too few examples has no calibration error."""
+    metrics = [m for m in QUALITY_METRICS if any(m.name in silo for silo in silos.values())]
+    return {metric.label: mean_metric(silos.values(), metric.name) for metric in metrics}
+
+
+def _mean_pooled_metrics(rounds: Sequence[Record]) -> dict[str, float]:
+    """Return the metrics of the test examples of all silos together."""
+    pooled = [r["all_silos"] for r in rounds if "all_silos" in r]
+    return {name: mean_metric(pooled, name) for name in (pooled[0] if pooled else ())}
+
+
+def _summarize_two_classes(silos: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Return means over silos, and the worst silo by metric."""
     metrics = [m for m in TWO_CLASS_METRICS if any(m.name in silo for silo in silos.values())]
     if not metrics:
         return {}
-    pooled = [r["all_silos"] for r in rounds if "all_silos" in r]
     return {
         **{metric.label: mean_metric(silos.values(), metric.name) for metric in metrics},
         "worst_silos": {metric.name: find_worst(silos, metric) for metric in metrics},
-        "all_silos": {name: mean_metric(pooled, name) for name in (pooled[0] if pooled else ())},
     }
 
 
 def _mean_metrics(rows: Sequence[Record]) -> dict[str, float]:
-    """Average every metric; those of two classes are left out where no row has them."""
-    names = [name for name in REPORTED_METRICS if name not in TWO_CLASS_NAMES or any(name in row for row in rows)]
+    """Average every metric; those of two classes or of many examples are left out where no row has them."""
+    names = [name for name in REPORTED_METRICS if name not in OPTIONAL_METRICS or any(name in row for row in rows)]
     return {name: mean_metric(rows, name) for name in names}

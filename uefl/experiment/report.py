@@ -10,12 +10,24 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from uefl.core.metrics import TWO_CLASS_METRICS, describe_means, find_worst, select_table_metrics
+from uefl.core.metrics import (
+    MIN_CALIBRATION_EXAMPLES,
+    QUALITY_METRICS,
+    TWO_CLASS_METRICS,
+    describe_means,
+    find_worst,
+    select_table_metrics,
+)
 from uefl.experiment.chance import describe_chance, is_at_chance, mean_accuracy
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds, read_records
 from uefl.experiment.run_folder import RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
+QUALITY_NOTE = (
+    "NLL: negative log-likelihood; ECE: expected calibration error (–: fewer than "
+    f"{MIN_CALIBRATION_EXAMPLES} test examples are too few for it); AUGRC: area under the generalized risk-coverage "
+    "curve; lower is better"
+)
 INTERVAL_NOTE = (
     "Intervals: AUROC by DeLong's variance and AUPRC by Boyd et al. on the logit scale, sensitivity by Wilson for the "
     "chosen threshold; means of their ends over the rounds of the table"
@@ -44,6 +56,9 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     two_classes = any(map(_has_two_classes, summaries))
     means = describe_means(with_codebook=any(map(_has_codebook, summaries)), two_classes=two_classes)
     console.print(means, soft_wrap=True)
+    if any(_has_quality(summary) for summary in summaries):
+        console.print(make_quality_table(runs))
+        console.print(QUALITY_NOTE, soft_wrap=True)
     if two_classes:
         console.print(make_interval_table(runs))
         console.print(INTERVAL_NOTE, soft_wrap=True)
@@ -148,6 +163,27 @@ def make_interval_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGG
     return table
 
 
+def make_quality_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
+    """Make a table of the quality of uncertainty: mean over silos, and of all test examples together."""
+    table = Table(title="Quality of uncertainty", title_justify="left")
+    table.add_column("")
+    for metric in QUALITY_METRICS:
+        table.add_column(metric.column, justify="right", no_wrap=True)
+    for name, summary in zip(runs, _read_summaries(runs, aggregation)):
+        means = {metric.name: summary[metric.label] for metric in QUALITY_METRICS if metric.label in summary}
+        table.add_row(f"{name}, mean over silos", *_format_quality(means))
+        table.add_row("all silos together", *_format_quality(summary.get("all_silos", {})), end_section=True)
+    return table
+
+
+def _format_quality(row: Mapping[str, float]) -> list[str]:
+    return [f"{row[m.name]:.{m.digits}f}" if m.name in row else "–" for m in QUALITY_METRICS]
+
+
+def _has_quality(summary: Summary) -> bool:
+    return any(metric.label in summary for metric in QUALITY_METRICS)
+
+
 def _format_interval(row: Mapping[str, float], name: str) -> str:
     if f"{name}_low" not in row:
         return "–"
@@ -187,17 +223,17 @@ def _make_bold(*cells: str) -> list[str]:
 
 
 def describe_extensions(runs: Mapping[str, Path]) -> list[str]:
-    """Describe the decisions of runs: which silos were uncertain, and how many codewords they received."""
+    """Describe the decisions of runs: which silos are uncertain, and how many codewords silos received or lost."""
     lines = []
     for name, folder in runs.items():
-        steps = RunFolder(folder).read_summary()["extensions"]
-        untrained = _list_untrained_rounds(folder) if steps else set()
-        for step in steps:
-            is_untrained = step["round"] in untrained
-            decision = describe_decision(
-                step["round"], step["uncertain_silos"], step["new_codewords"], is_untrained=is_untrained
-            )
-            lines.append(f"{name}: {decision}")
+        summary = RunFolder(folder).read_summary()
+        untrained = _list_untrained_rounds(folder) if summary["extensions"] else set()
+        sentences = [
+            (step["round"], 1, describe_decision(step, is_untrained=step["round"] in untrained))
+            for step in summary["extensions"]
+        ]
+        sentences += [(step["round"], 0, describe_revocation(step)) for step in summary.get("revocations", ())]
+        lines += [f"{name}: {sentence}" for _, _, sentence in sorted(sentences)]
     return lines
 
 
@@ -237,21 +273,57 @@ def _list_replies(record: Record) -> list[Record]:
     return [silo for silo in record["silos"].values() if "bytes_up" in silo] or [{}]
 
 
-def describe_decision(
-    round_number: int, uncertain_silos: Sequence[str], new_codewords: Mapping[str, int], *, is_untrained: bool = False
-) -> str:
-    """Describe the decision at the end of an iteration in one sentence."""
-    if not uncertain_silos and is_untrained:
-        return (
-            f"after round {round_number}, no silo stands out, but the model is at chance level, so this says nothing: "
-            "the codebook is final; set more rounds before the first decision"
-        )
-    if not uncertain_silos:
-        return f"after round {round_number}, no silo has unusually high uncertainty: the codebook is final"
-    num_silos = len(uncertain_silos)
+def describe_decision(step: Mapping[str, Any], *, is_untrained: bool = False) -> str:
+    """Describe the decision at the end of an iteration: which silos are uncertain, and which received codewords."""
+    found = f"after round {step['round']}, {_describe_uncertain_silos(step)}"
+    if is_untrained and not step["uncertain_silos"]:
+        found += ", but the model is at chance level, so this says nothing: set more rounds before the first decision"
+    return f"{found}; {_describe_receivers(step)}"
+
+
+def _describe_uncertain_silos(step: Mapping[str, Any]) -> str:
+    """Describe what the test of uncertainty found."""
+    decision, names = step.get("decision", {}), step["uncertain_silos"]
+    test = decision.get("test", "")
+    tests = {
+        "permutation": f"permutation test, level {decision.get('level', 0):g}",
+        "standard_errors": f"by {decision.get('min_standard_errors', 0):g} standard errors",
+        "none": "threshold without a test",
+    }
+    how = f" ({tests[test]})" if test in tests else ""
+    if not names:
+        chance = " beyond chance" if test == "permutation" else ""
+        return f"no silo is more uncertain than the others{chance}{how}"
+    silos = decision.get("silos", {})
+    of_all = f" of {len(silos)}" if silos else ""
+    verb = "silo is" if len(names) == 1 and not of_all else "silos is" if len(names) == 1 else "silos are"
+    values = {n: f" (entropy {silos[n]['entropy']:.2f}, threshold {decision['threshold']:.2f})" for n in names if silos}
+    listed = ", ".join(f"{name}{values.get(name, '')}" for name in names)
+    return f"{len(names)}{of_all} {verb} more uncertain than the others{how}: {listed}"
+
+
+def _describe_receivers(step: Mapping[str, Any]) -> str:
+    """Describe which silos received codewords; the rule for this is not the test."""
+    new_codewords = step["new_codewords"]
+    extend = step.get("decision", {}).get("extend", "")
+    rule = f" (extend={extend})" if extend else ""
+    if not new_codewords:
+        end = ": the codebook is final" if step.get("decision", {}).get("is_codebook_final") else ""
+        return f"no silo receives new codewords{rule}{end}"
     counts = " or ".join(map(str, sorted(set(new_codewords.values()))))
-    outcome = f"{counts} new codewords{' per silo' if num_silos > 1 else ''}" if counts else "no new codewords"
+    if len(new_codewords) == 1:
+        return f"1 silo receives {counts} new codewords{rule}"
+    return f"{len(new_codewords)} silos receive {counts} new codewords each{rule}"
+
+
+def describe_revocation(step: Mapping[str, Any]) -> str:
+    """Describe which silos lost their new codewords after validation."""
+    round_number, num_silos, revoked_codewords = step["round"], step["num_silos"], step["revoked_codewords"]
+    if not revoked_codewords:
+        return (
+            f"after round {round_number}, no silo loses its new codewords: all {num_silos} have a lower NLL with them"
+        )
     return (
-        f"after round {round_number}, {num_silos} {'silo has' if num_silos == 1 else 'silos have'} unusually high "
-        f"uncertainty ({', '.join(uncertain_silos)}): {outcome}"
+        f"after round {round_number}, {len(revoked_codewords)} of {num_silos} silos lose their new codewords, without "
+        f"which validation NLL is lower: {', '.join(revoked_codewords)}"
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from uefl.core.metrics import TABLE_METRICS, describe_means, select_table_metrics
+from uefl.core.metrics import QUALITY_METRICS, TABLE_METRICS, Metric, describe_means, select_table_metrics
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, create_comparison_folder, run_experiments
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
@@ -52,10 +52,21 @@ def summarize_run(name: str, folder: Path) -> dict[str, Any]:
         "name": name,
         "run": folder.name,
         **{field: header[field] for field in header_fields},
-        **{a: {metric.label: summary[a][metric.label] for metric in TABLE_METRICS} for a in AGGREGATIONS},
+        **{a: _select_means(summary[a]) for a in AGGREGATIONS},
         **{field: summary[field] for field in summary_fields},
         "domain accuracy": {domain: metrics["accuracy"] for domain, metrics in domains.items()},
     }
+
+
+def _select_means(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the means over silos by label; a calibration error is left out where silos have too few examples."""
+    return {m.label: summary[m.label] for m in (*TABLE_METRICS, *QUALITY_METRICS) if m.label in summary}
+
+
+def _list_seed_metrics(records: Sequence[Mapping[str, Any]]) -> list[Metric]:
+    """Return the metrics of the table of seeds: those of every table, and the quality that every run has."""
+    quality = [m for m in QUALITY_METRICS if all(m.label in record[DEFAULT_AGGREGATION] for record in records)]
+    return [*TABLE_METRICS, *quality]
 
 
 def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -64,7 +75,8 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
     runs = {name: [record for record in records if record["name"] == name] for name in names}
     per_seed = select_table_metrics(with_codebook=False)
     seeds = ", ".join(str(run["experiment"]["seed"]) for run in runs[names[0]])
-    headings = [metric.label for metric in TABLE_METRICS] + [f"{metric.label}, seeds {seeds}" for metric in per_seed]
+    metrics = _list_seed_metrics(records)
+    headings = [metric.label for metric in metrics] + [f"{metric.label}, seeds {seeds}" for metric in per_seed]
     rows = [
         f"| {describe_rounds(min(record['rounds'], NUM_LAST_ROUNDS) for record in records)} | {' | '.join(headings)} |",
         "|---" * (1 + len(headings)) + "|",
@@ -72,7 +84,7 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
     better = _find_better_fedavg(runs)
     for name in names:
         means = [run[DEFAULT_AGGREGATION] for run in runs[name]]
-        cells = [format_mean_stderr([mean[m.label] for mean in means], m.digits + 1) for m in TABLE_METRICS]
+        cells = [format_mean_stderr([mean[m.label] for mean in means], m.digits + 1) for m in metrics]
         cells += [" ".join(f"{mean[m.label]:.{m.digits + 1}f}" for mean in means) for m in per_seed]
         mark = " (better by validation)" if name == better else ""
         rows.append(f"| {name}{mark} | {' | '.join(cells)} |")

@@ -205,7 +205,9 @@ def _check_type(value: Any, type_: Any, name: str) -> Any:
         return from_dict(type_, value)  # type: ignore[arg-type]
     if origin is tuple and isinstance(value, list):
         return tuple(_check_type(v, args[0], name) for v in value)
-    if origin is Literal and value in args:
+    if origin is Literal:
+        if value not in args:
+            raise InputError(f"{name}={format_value(value)}; allowed: {', '.join(map(str, args))}")
         return value
     if type_ is float and type(value) in (int, float):
         return float(value)

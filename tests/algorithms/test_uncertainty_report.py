@@ -1,0 +1,124 @@
+"""Which silos are reported as uncertain: the test decides, not who gets codewords."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import CODEWORDS, LOCAL, SHORT_RUN, SMALL_CODEBOOK, make_clients, run_rounds
+
+from uefl.algorithms.uefl import UEFL
+from uefl.algorithms.uncertainty_report import report_uncertain_silos
+from uefl.core import noise_addresses as addresses
+from uefl.core.entropy_comparison import compare_entropies
+from uefl.core.metrics import ENTROPY_COUNTS, compute_metrics
+from uefl.core.noise import derive_key
+
+LARGE = {"gamma": 0.1, "uncertainty_test": "permutation"}
+
+
+def make_uefl(**codebook):
+    local = replace(LOCAL, epochs=2, lr=1e-2)
+    return UEFL(**{**SHORT_RUN, "iterations": 3, "local": local}, codebook=replace(SMALL_CODEBOOK, **codebook))
+
+
+def run_to_decision(method, decision):
+    """Return the server before a decision, and the clients."""
+    clients = make_clients(method)
+    server, _ = run_rounds(method, clients, 3 + 2 * decision - 1)
+    return clients, method.run_round(clients, server)
+
+
+def query_validation(method, clients, server, access):
+    broadcast = method.make_broadcast(clients, server)._replace(access=access)
+    return {r.silo_name: r.answers["validation"] for r in clients.query(method, "evaluate", broadcast, ("validation",))}
+
+
+@pytest.mark.parametrize("decision", [0, 1])
+def test_the_permutation_test_compares_silos_with_the_initial_codewords(decision):
+    method = make_uefl(uncertainty_test="permutation")
+    clients, server = run_to_decision(method, decision)
+    assert (server.access.shape[1] > 6) == (decision == 1)
+    shared = server.access.clone()
+    shared[:, 6:] = False
+    expected = query_validation(method, clients, server, shared)
+    _, report = report_uncertain_silos(
+        method.codebook, method, clients, server, query_validation(method, clients, server, server.access)
+    )
+    entries = report.entries
+    noise_key = derive_key(0, server.round, addresses.SILO_PERMUTATIONS)
+    comparisons = compare_entropies({n: sums[ENTROPY_COUNTS] for n, sums in expected.items()}, noise_key, 999)
+    entropies = {n: compute_metrics(sums)["entropy"] for n, sums in expected.items()}
+    assert entries["silos"] == {n: {"entropy": entropies[n], **c._asdict()} for n, c in comparisons.items()}
+    assert entries["threshold"] == pytest.approx(min(entropies.values()))  # γ = 0
+    assert (entries["level"], entries["level_per_decision"]) == (0.05, 0.025)
+    found = {n for n, c in comparisons.items() if c.p_value <= 0.025 and entropies[n] > min(entropies.values())}
+    assert set(report.uncertain_silos) == found
+
+
+def make_sums(method, entropies, spread=0.2, n=60):
+    """Return validation sums of silos, as an evaluation gives them, for entropies around given values."""
+    from uefl.core.entropy_comparison import count_entropies
+
+    clients = make_clients(method)
+    server, _ = run_rounds(method, clients, 2)
+    template = query_validation(method, clients, server, server.access)
+    generator = torch.Generator().manual_seed(0)
+    sums = {}
+    for name, value in entropies.items():
+        e = (value * (1 + spread * torch.randn(n, generator=generator, dtype=torch.float64))).clamp(1e-3, 1.09)
+        new = {"entropy": e.sum(), "entropy_squared": e.square().sum(), ENTROPY_COUNTS: count_entropies(e, 3)}
+        sums[name] = {**template[name], "num_examples": torch.tensor(float(n)), **new}
+    return clients, server, sums
+
+
+def test_a_silo_above_the_threshold_by_chance_is_reported_without_a_test_only():
+    entropies = {"ada": 0.30, "bob": 0.31, "cyd": 0.32, "dan": 0.60}
+    found = {}
+    for test in ("none", "standard_errors", "permutation"):
+        method = make_uefl(uncertainty_test=test, gamma=0.0, min_standard_errors=3.0)
+        clients, server, sums = make_sums(method, entropies, spread=0.3)
+        _, report = report_uncertain_silos(method.codebook, method, clients, server, sums)
+        found[test] = report.uncertain_silos
+        assert report.entries["test"] == test
+    assert len(found["none"]) == 3
+    assert found["standard_errors"] == found["permutation"] == ("dan",)
+
+
+def test_a_difference_below_gamma_is_not_reported_however_certain():
+    entropies = {"ada": 0.300, "bob": 0.300, "cyd": 0.300, "dan": 0.330}
+    for gamma, expected in ((0.05, ("dan",)), (0.2, ())):
+        method = make_uefl(uncertainty_test="permutation", gamma=gamma)
+        clients, server, sums = make_sums(method, entropies, spread=0.02)
+        _, report = report_uncertain_silos(method.codebook, method, clients, server, sums)
+        assert report.entries["silos"]["dan"]["p_value"] <= 0.001
+        assert report.uncertain_silos == expected
+
+
+def test_the_test_does_not_decide_who_gets_codewords():
+    """Thirteen images per silo: the permutation test finds none, and the threshold extends three."""
+    results = {}
+    for test in ("none", "permutation"):
+        method = UEFL(**SHORT_RUN, codebook=replace(SMALL_CODEBOOK, uncertainty_test=test))
+        results[test] = run_rounds(method, make_clients(method))
+    (one, with_all), (other, with_few) = results.values()
+    assert torch.equal(one.model_state[CODEWORDS], other.model_state[CODEWORDS])
+    assert torch.equal(one.access, other.access)
+    reported = [sum(silo["is_uncertain"] for silo in records[2]["silos"].values()) for records in (with_all, with_few)]
+    assert reported[0] == 3 > reported[1]
+    assert {"entropy", "statistic", "p_value"} == set(with_few[2]["decision"]["silos"]["ada"])
+
+
+def test_a_silo_that_does_not_answer_with_shared_codewords_is_left_out():
+    method = make_uefl(uncertainty_test="permutation")
+    clients, server = run_to_decision(method, 1)
+    validation = query_validation(method, clients, server, server.access)
+    owner = next(n for n, row in zip(server.silo_names, server.access) if row[6:].any())
+    query = clients.query
+
+    def query_without_owner(*arguments):
+        return (r._replace(rejected="late") if r.silo_name == owner else r for r in query(*arguments))
+
+    clients.query = query_without_owner
+    _, report = report_uncertain_silos(method.codebook, method, clients, server, validation)
+    assert set(report.entries["silos"]) == set(server.silo_names) - {owner}
+    assert owner not in report.uncertain_silos
