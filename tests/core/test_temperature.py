@@ -4,6 +4,7 @@ import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
+from uefl.core.metrics import NLL_BY_TEMPERATURE, compute_scaled_nll
 from uefl.core.temperature import NUM_TEMPERATURES, TEMPERATURES, scale_nll, sum_nll_by_temperature
 
 
@@ -46,3 +47,17 @@ def test_the_temperature_is_that_of_a_search_and_lowers_the_nll_of_other_example
 def test_labels_of_probability_zero_have_a_finite_nll() -> None:
     sums = sum_nll_by_temperature(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
     assert sums.isfinite().all()
+
+
+def test_records_have_the_temperature_by_validation_and_the_nll_of_test_examples_at_it() -> None:
+    (p, y), (p_test, y_test) = make_overconfident(400, 4), make_overconfident(300, 5)
+    sums = {
+        split: {"num_examples": torch.tensor(float(len(y))), NLL_BY_TEMPERATURE: sum_nll_by_temperature(p, y)}
+        for split, p, y in (("validation", p, y), ("test", p_test, y_test))
+    }
+    metrics = compute_scaled_nll(sums["validation"], sums["test"])
+    i = TEMPERATURES.index(metrics["temperature"])
+    assert sums["validation"][NLL_BY_TEMPERATURE][i] == sums["validation"][NLL_BY_TEMPERATURE].min()
+    assert metrics["nll_scaled"] == pytest.approx(float(sums["test"][NLL_BY_TEMPERATURE][i]) / 300)
+    none = {"num_examples": torch.tensor(0.0), NLL_BY_TEMPERATURE: torch.zeros(NUM_TEMPERATURES)}
+    assert compute_scaled_nll(none, sums["test"]) == {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from uefl.core.federation import Evaluations, Reply, ServerState, Tensors
-from uefl.core.metrics import compute_metrics, compute_pooled_metrics
+from uefl.core.metrics import compute_metrics, compute_pooled_metrics, compute_scaled_nll
 
 if TYPE_CHECKING:
     from uefl.algorithms.uncertainty_report import UncertaintyReport
@@ -110,6 +110,8 @@ def _describe_evaluation(evaluation: Evaluations, code_loss_weight: float, speci
     """Return the metrics of the test split, and below their names those of other splits and of target access."""
     splits = {s: _compute_silo_metrics(sums, code_loss_weight, specificity) for s, sums in evaluation.received.items()}
     entries: dict[str, Any] = splits.pop("test", {})
+    if {"validation", "test"} <= set(evaluation.received):
+        entries |= compute_scaled_nll(evaluation.received["validation"], evaluation.received["test"])
     targets = {n: _compute_silo_metrics(sums, code_loss_weight, specificity) for n, sums in evaluation.target.items()}
     return {**entries, **splits, **({"target_metrics": targets} if targets else {})}
 

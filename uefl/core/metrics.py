@@ -19,9 +19,11 @@ from uefl.core.discrimination import Estimate, auprc, auroc, count_scores, has_b
 from uefl.core.entropy_comparison import count_entropies
 from uefl.core.federation import Batch, ClientModel, Tensors, is_codeword_tensor
 from uefl.core.selective_risk import augrc, count_outcomes, risk_at_coverage
+from uefl.core.temperature import scale_nll, sum_nll_by_temperature
 from uefl.core.uncertainty import Uncertainty, brier_score, compute_uncertainty, ece, nll, reliability_sums
 
 Metrics = dict[str, float]
+NLL_BY_TEMPERATURE = "nll_by_temperature"  # sum: NLL at fixed temperatures
 SCORE_COUNTS = "score_counts"  # sum: examples by class and score, for two classes
 ENTROPY_COUNTS = "entropy_counts"  # sum: examples by entropy, for the comparison of silos
 OUTCOME_COUNTS = "outcome_counts"  # sum: examples by correctness and entropy
@@ -157,7 +159,10 @@ METRICS = (
         "nll",
         "negative log-likelihood of the labels",
         _mean("nll"),
-        {"nll": lambda b: nll(b.uncertainty.mean, b.y).double().sum()},
+        {
+            "nll": lambda b: nll(b.uncertainty.mean, b.y).double().sum(),
+            NLL_BY_TEMPERATURE: lambda b: sum_nll_by_temperature(b.uncertainty.mean, b.y),
+        },
         label="mNLL",
         column="NLL",
         better="lower",
@@ -292,6 +297,15 @@ def compute_two_class_metrics(sums: Sums, specificity: float = DEFAULT_SPECIFICI
         return {}
     sums = {**sums, SPECIFICITY: torch.tensor(specificity, dtype=torch.float64)}
     return {metric.name: float(metric.value(sums)) for metric in METRICS if metric.num_classes == 2}
+
+
+def compute_scaled_nll(validation: Sums, test: Sums) -> Metrics:
+    """Return a silo's temperature by its validation examples, and the NLL of its test examples at it."""
+    if NLL_BY_TEMPERATURE not in validation or NLL_BY_TEMPERATURE not in test or not float(validation["num_examples"]):
+        return {}
+    sums = validation[NLL_BY_TEMPERATURE], test[NLL_BY_TEMPERATURE]
+    temperature, value = scale_nll(*sums, float(test["num_examples"]))
+    return {"temperature": temperature, "nll_scaled": value}
 
 
 def find_worst(rows: Mapping[str, Mapping[str, Any]], metric: Metric) -> str:

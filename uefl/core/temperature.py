@@ -17,7 +17,8 @@ TEMPERATURES = tuple(LOWEST * (HIGHEST / LOWEST) ** (i / (NUM_TEMPERATURES - 1))
 def sum_nll_by_temperature(p: Tensor, y: Tensor) -> Tensor:
     """Return the NLL of labels y [B] under probabilities p [B, C], summed over examples, at each temperature."""
     log_p = p.double().clamp_min(torch.finfo(torch.float32).tiny).log()
-    temperatures = torch.tensor(TEMPERATURES, dtype=torch.float64, device=p.device)
+    steps = torch.arange(NUM_TEMPERATURES, dtype=torch.float64, device=p.device)  # no copy to the device: CUDA graphs
+    temperatures = LOWEST * (HIGHEST / LOWEST) ** (steps / (NUM_TEMPERATURES - 1))
     scaled = torch.log_softmax(log_p / temperatures[:, None, None], -1)  # [temperatures, B, C]
     return -scaled.gather(-1, y.expand(len(temperatures), -1)[..., None]).sum((1, 2))
 

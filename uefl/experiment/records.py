@@ -16,8 +16,14 @@ Record = dict[str, Any]
 NUM_LAST_ROUNDS = 5
 DEFAULT_AGGREGATION = f"mean of last {NUM_LAST_ROUNDS}"  # what tables show
 AGGREGATIONS = ("last", DEFAULT_AGGREGATION, "best by validation")
-OPTIONAL_METRICS = {metric.name for metric in METRICS if metric.num_classes or metric.min_examples}
-REPORTED_METRICS = (*(metric.name for metric in METRICS if metric.in_summary), "code_loss", "num_codewords")
+SCALED_METRICS = ("temperature", "nll_scaled")  # of silos that have validation examples
+OPTIONAL_METRICS = {*(metric.name for metric in METRICS if metric.num_classes or metric.min_examples), *SCALED_METRICS}
+REPORTED_METRICS = (
+    *(metric.name for metric in METRICS if metric.in_summary),
+    *SCALED_METRICS,
+    "code_loss",
+    "num_codewords",
+)
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
