@@ -69,6 +69,14 @@ def test_local_batch_norm_statistics_agree(tmp_path):
     assert max_difference(serial, flower) < 1e-9
 
 
+def test_options_of_the_codebook_agree(tmp_path):
+    codebook = replace(make_experiment("uefl").method.codebook, codeword_gradient="task", gate="learned")
+    serial, _, flower, _ = run_both_engines(make_experiment("uefl", codebook=codebook), tmp_path)
+    assert "codebook.gate_logits" in serial.model_state
+    assert torch.equal(serial.access, flower.access)
+    assert max_difference(serial, flower) < 1e-9
+
+
 def test_stored_optimizer_state_agrees(tmp_path):
     local = replace(make_experiment("fedavg").method.local, reset_optimizer=False)
     serial, _, flower, _ = run_both_engines(make_experiment("fedavg", local=local), tmp_path)

@@ -27,6 +27,7 @@ from uefl.algorithms.codeword_access import add_codewords, revoke_codewords, sto
 from uefl.algorithms.round_record import record_decision, record_kmeans_time, record_query_cost
 from uefl.algorithms.target_access import TargetAccess, evaluate_targets
 from uefl.core import noise_addresses as addresses
+from uefl.core.codebook import CodewordGradient, Gate
 from uefl.core.errors import InputError
 from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo, is_codeword_tensor
 from uefl.core.field_rules import check_ranges, setting
@@ -56,6 +57,15 @@ class ExtensibleCodebook(CodebookHooks):
         1.0, "Weight β of ‖c − sg(z)‖² in L_code, the codewords' term (D5).", at_least=0
     )
     reduction: Literal["mean", "sum"] = setting("mean", "Reduction of ‖·‖² over the channels of a feature (D18).")
+    codeword_gradient: CodewordGradient = setting(
+        "code", "Losses that train codewords: L_code alone, or the task's loss too (D28)."
+    )
+    gate: Gate = setting(
+        "none",
+        "Share g of the codeword in the classifier's input, beside 1 − g of the feature: none (g = 1), fixed, or "
+        "learned per channel (D29).",
+    )
+    gate_value: float = setting(0.75, "Share g of a fixed gate, or the start of a learned one.", above=0, at_most=1)
     extend: bool = setting(True, "Give uncertain silos new codewords; false keeps a static codebook (VQ-FedAvg).")
     new_codeword_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "New codewords: centroids of the silo's features, or Gaussian noise (Table 15)."
@@ -90,6 +100,8 @@ class ExtensibleCodebook(CodebookHooks):
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.gate == "learned" and self.gate_value == 1:
+            raise InputError("gate_value=1 must be less than 1 with gate=learned: a gate at 1 has no gradient")
 
     def check_rounds(self, method: FedAvg) -> None:
         if self.codebook_init == "kmeans" and self.warmup_rounds >= method.rounds:
@@ -104,7 +116,14 @@ class ExtensibleCodebook(CodebookHooks):
                 )
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
-        built: nn.Module = net.add_codebook(self.segments, self.num_codewords, self.reduction)  # type: ignore[operator]
+        built: nn.Module = net.add_codebook(  # type: ignore[operator]
+            self.segments,
+            self.num_codewords,
+            reduction=self.reduction,
+            codeword_gradient=self.codeword_gradient,
+            gate=self.gate,
+            gate_value=self.gate_value,
+        )
         return built
 
     def loss(self, prediction: Prediction | QuantizedFeatures) -> Tensor:

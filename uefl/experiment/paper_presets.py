@@ -43,6 +43,8 @@ COMMON: Row = {
     "method.codebook.new_codeword_init": "kmeans",
     "method.codebook.commitment_weight": 1.0,
     "method.codebook.codebook_loss_weight": 0.25,
+    "method.codebook.codeword_gradient": "code",
+    "method.codebook.gate": "none",
     "method.codebook.threshold_reference": "min",
     "method.codebook.min_standard_errors": 0.0,
     "method.codebook.extension_growth": "constant",
