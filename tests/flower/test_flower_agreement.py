@@ -64,8 +64,9 @@ def test_a_method_of_a_user_agrees(tmp_path, monkeypatch):
     assert max_difference(serial, flower) < 1e-9
 
 
-def test_local_batch_norm_statistics_agree(tmp_path):
-    serial, _, flower, _ = run_both_engines(make_experiment("fedavg", batch_norm="local"), tmp_path)
+@pytest.mark.parametrize(("name", "batch_norm"), [("fedavg", "local"), ("uefl", "personal")])
+def test_batch_norm_that_stays_at_the_silo_agrees(name, batch_norm, tmp_path):
+    serial, _, flower, _ = run_both_engines(make_experiment(name, batch_norm=batch_norm), tmp_path)
     assert max_difference(serial, flower) < 1e-9
 
 
