@@ -29,6 +29,13 @@ from uefl.experiment.settings import iterate_settings
 from uefl.experiment.stacked_seeds import group_by_seed, run_seeds
 
 RunRecord = dict[str, Any]
+# Settings that were added after the first records, with the value at which a record without them is still the same run.
+ADDED_SETTINGS: Mapping[str, Any] = {
+    "method.batch_norm": "personal",  # FedBN, before it was a value of this setting
+    "method.codebook.codeword_gradient": "code",
+    "method.codebook.gate": "none",
+    "method.codebook.gate_value": 0.75,
+}
 
 
 class StudyResources(NamedTuple):
@@ -63,7 +70,17 @@ class StudyRun(NamedTuple):
             "setup": self.setup,
             "method": self.method,
         }
-        return any(all(record.get(name) == value for name, value in identity.items()) for record in run_records)
+        return any(
+            all(drop_added_settings(value, record.get(name)) == record.get(name) for name, value in identity.items())
+            for record in run_records
+        )
+
+
+def drop_added_settings(value: Any, recorded: Any) -> Any:
+    """Return the settings of a run without those that did not exist when these settings were recorded."""
+    if not isinstance(value, dict) or not isinstance(recorded, dict):
+        return value
+    return {n: v for n, v in value.items() if n in recorded or ADDED_SETTINGS.get(n, ...) != v}
 
 
 def identify_run(experiment: Experiment) -> RunRecord:

@@ -125,14 +125,16 @@ def test_sampled_predictions_differ(name):
     assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("batch_norm", ["local", "not_averaged"])
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("batch_norm", ["local", "not_averaged", "personal"])
+@pytest.mark.parametrize("name", [name for name in BASELINES if name != "fedbn"])  # which has one of its own
 def test_every_method_supports_every_batch_norm_setting(name, batch_norm):
     run = run_method(make_method(name, batch_norm=batch_norm), rounds=2)
     statistics = [n for n in run.server.model_state if n.endswith("running_mean")]
-    if batch_norm == "local":
+    if batch_norm in ("local", "personal"):
         assert not statistics
         assert not any(n.endswith("running_mean") for n in run.clients.sent_names)
+        is_shared = any(n.endswith("norm1.weight") for n in run.clients.sent_names)
+        assert is_shared is (batch_norm == "local" and name != "fccl")  # FCCL sends no weight
     else:
         for n in statistics:
             shared = run.server.model_state[n]  # of PMFL, the first rows

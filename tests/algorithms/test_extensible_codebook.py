@@ -22,6 +22,7 @@ from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL, VQFedAvg
 from uefl.core import noise_addresses as addresses
+from uefl.core.errors import InputError
 from uefl.core.federation import Examples, is_codeword_tensor
 from uefl.core.noise import derive_key, normal
 from uefl.engines.serial import SerialEngine
@@ -139,6 +140,46 @@ def test_codeword_is_the_mean_over_its_silos_weighted_by_their_examples():
     trained = {r.silo_name: r.tensors[CODEWORDS][-1] for r in clients.fit(method, broadcast)}
     after, _ = run_rounds(method, clients, 1, server)
     assert torch.allclose(after.model_state[CODEWORDS][5], (25 * trained["bob"] + 18 * trained["cyd"]) / 43, atol=1e-12)
+
+
+def test_learned_gate_cannot_start_at_one():
+    with pytest.raises(InputError, match="gate_value=1 must be less than 1 with gate=learned"):
+        replace(SMALL_CODEBOOK, gate="learned", gate_value=1.0)
+    assert replace(SMALL_CODEBOOK, gate="fixed", gate_value=1.0).gate_value == 1
+
+
+@pytest.mark.parametrize("changes", [{"codeword_gradient": "task"}, {"gate": "fixed", "gate_value": 0.5}])
+def test_options_change_nothing_before_there_are_codewords(changes):
+    method, other = make_uefl(), make_uefl(replace(SMALL_CODEBOOK, **changes))
+    for rounds, is_equal in ((1, True), (2, False)):  # the warm-up is one round
+        one, two = (
+            run_rounds(m, make_clients(m), rounds)[0].model_state["classifier.1.weight"] for m in (method, other)
+        )
+        assert torch.equal(one, two) is is_equal
+
+
+def test_gate_fixed_at_one_is_the_method_without_a_gate():
+    one, other = (
+        run_rounds(m, make_clients(m))[0].model_state
+        for m in (make_uefl(), make_uefl(replace(SMALL_CODEBOOK, gate="fixed", gate_value=1.0)))
+    )
+    assert have_equal_bits(one, other)
+
+
+def test_learned_gate_is_averaged_and_learns():
+    method = make_uefl(replace(SMALL_CODEBOOK, gate="learned", gate_value=0.5))
+    clients = make_clients(method)
+    server, _ = run_rounds(method, clients, 1)
+    assert not server.model_state["codebook.gate_logits"].any()  # no codewords yet
+    replies = {
+        r.silo_name: r
+        for r in clients.fit(method, method.make_broadcast(clients, server)._replace(round=2), evaluate=False)
+    }
+    server, _ = run_rounds(method, clients, 1, server)
+    n = sum(r.num_examples for r in replies.values())
+    mean = sum(r.num_examples / n * r.tensors["codebook.gate_logits"] for r in replies.values())
+    assert mean.abs().min() > 0
+    assert torch.allclose(server.model_state["codebook.gate_logits"], mean, atol=1e-7)
 
 
 # --- uncertain silos --------------------------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 """FedBN: batch norm stays at the silo."""
 
+import pytest
 import torch
-from harness import build_model, make_method, run_method
+from harness import build_model, have_equal_bits, make_method, make_pattern_silos, run_method
 from torch import nn
 
+from uefl.core.errors import InputError
+from uefl.core.federation import Examples
 from uefl.models.model_config import ModelConfig
 
 
@@ -28,3 +31,36 @@ def test_nothing_stays_at_the_silo_without_batch_norm():
     method = make_method("fedbn")
     net = build_model(method, ModelConfig(encoder="group-norm-conv", hidden_size=8), (1, 8, 8))
     assert not method.client_state_names(net)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (make_method("fedavg", batch_norm="personal"), make_method("fedbn")),
+        (make_method("uefl", batch_norm="personal", codebook=True), make_method("fedbn", codebook=True)),
+    ],
+    ids=["fedavg", "uefl"],
+)
+def test_personal_batch_norm_is_fedbn_bit_by_bit(one, other):
+    (server, clients, records), (other_server, other_clients, other_records) = run_method(one), run_method(other)
+    assert have_equal_bits(server.model_state, other_server.model_state)
+    assert torch.equal(server.access, other_server.access)
+    assert [r["silos"]["silo 1"]["entropy"] for r in records] == [
+        r["silos"]["silo 1"]["entropy"] for r in other_records
+    ]
+    for name, client_state in clients.client_states.items():
+        assert have_equal_bits(client_state, other_clients.client_states[name])
+    assert "encoder.blocks.0.0.norm1.weight" in clients.client_states["silo 0"]
+    assert not any("norm1" in n for n in clients.sent_names)
+
+
+def test_fedbn_has_no_other_batch_norm():
+    with pytest.raises(InputError, match="batch_norm=local: FedBN is batch_norm=personal; use fedavg"):
+        make_method("fedbn", batch_norm="local")
+
+
+def test_silo_without_training_data_cannot_have_a_batch_norm_of_its_own():
+    silos = make_pattern_silos()
+    silos[1] = type(silos[1])("empty", Examples(silos[1].train.x[:0], silos[1].train.y[:0]), *[silos[1].test] * 2)
+    with pytest.raises(InputError, match="batch_norm=personal gives every silo its own batch norm, but empty has no"):
+        make_method("fedavg", batch_norm="personal").prepare_silos(silos)

@@ -22,8 +22,8 @@ from uefl.core.errors import InputError
 TWO_CODEWORDS = [[0.0, 0.0], [1.0, 1.0]]
 
 
-def make_codebook(codewords, segments=1, num_features=2, reduction="mean"):
-    codebook = Codebook(num_features, segments, len(codewords), reduction)
+def make_codebook(codewords, segments=1, num_features=2, reduction="mean", **options):
+    codebook = Codebook(num_features, segments, len(codewords), reduction, **options)
     with torch.no_grad():
         codebook.codewords.copy_(torch.tensor(codewords))
     return codebook
@@ -99,6 +99,56 @@ def test_straight_through_gradient_reaches_the_features_and_not_the_codewords():
     (codebook(z).z @ weight.t()).square().sum().backward()
     assert torch.allclose(z.grad, 2 * -2.0 * weight[None])  # at the codeword (1, 1): 2 (w·c) w
     assert codebook.codewords.grad is None
+
+
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_gradient_of_the_task_reaches_features_and_codewords_if_it_is_set(is_compiling, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: is_compiling)
+    codebook = make_codebook(TWO_CODEWORDS, codeword_gradient="task")
+    z, weight = torch.tensor([[[0.8, 0.6]]], requires_grad=True), torch.tensor([[3.0, -5.0]])
+    quantized = codebook(z)
+    assert torch.equal(quantized.z, torch.tensor([[[1.0, 1.0]]]))
+    (quantized.z @ weight.t()).square().sum().backward()
+    assert torch.allclose(z.grad, 2 * -2.0 * weight[None])  # as without: 2 (w·c) w
+    assert torch.allclose(codebook.codewords.grad, torch.stack([torch.zeros(2), 2 * -2.0 * weight[0]]))
+
+
+@pytest.mark.parametrize("codeword_gradient", ["code", "task"])
+def test_gate_mixes_codeword_and_feature(codeword_gradient):
+    codebook = make_codebook(TWO_CODEWORDS, codeword_gradient=codeword_gradient, gate="fixed", gate_value=0.75)
+    z, weight = torch.tensor([[[0.8, 0.6]]], requires_grad=True), torch.tensor([3.0, -5.0])
+    quantized = codebook(z)
+    assert torch.allclose(quantized.z, torch.tensor([[[0.95, 0.9]]]))  # .75 · 1 + .25 · z
+    (quantized.z * weight).sum().backward()
+    assert torch.allclose(z.grad, weight[None, None])  # straight through: no part of it is lost
+    if codeword_gradient == "task":
+        assert torch.allclose(codebook.codewords.grad[1], 0.75 * weight)
+    else:
+        assert codebook.codewords.grad is None
+
+
+@pytest.mark.parametrize("codeword_gradient", ["code", "task"])
+def test_gate_fixed_at_one_equals_no_gate_bit_by_bit(codeword_gradient):
+    torch.manual_seed(0)
+    outputs, z = [], torch.randn(4, 5, 8, requires_grad=True)
+    codewords = torch.randn(6, 4).tolist()
+    for options in ({}, {"gate": "fixed", "gate_value": 1.0}):
+        codebook = make_codebook(codewords, 2, 8, codeword_gradient=codeword_gradient, **options)
+        quantized = codebook(z)
+        loss = quantized.z.square().sum() + quantized.codebook_loss + quantized.commitment_loss
+        outputs.append([quantized.z, *torch.autograd.grad(loss, (z, codebook.codewords))])
+    assert all(torch.equal(one, other) for one, other in zip(*outputs))
+
+
+def test_learned_gate_starts_at_its_value_and_has_a_gradient_per_channel():
+    codebook = make_codebook(TWO_CODEWORDS, gate="learned", gate_value=0.75)
+    z = torch.tensor([[[0.8, 0.6]]], requires_grad=True)
+    quantized = codebook(z)
+    assert torch.allclose(quantized.z, torch.tensor([[[0.95, 0.9]]]))
+    quantized.z.sum().backward()
+    # d/dlogit of g · c + (1 − g) · z is g (1 − g) (c − z)
+    assert torch.allclose(codebook.gate_logits.grad, 0.75 * 0.25 * torch.tensor([0.2, 0.4]))
+    assert torch.allclose(z.grad, torch.ones(1, 1, 2))
 
 
 def test_only_used_codewords_have_a_gradient():
@@ -181,9 +231,10 @@ def test_other_output_shapes_and_segments_that_do_not_divide_are_errors():
         Codebook(8, 3)
 
 
-def test_features_pass_unchanged_without_codewords():
+@pytest.mark.parametrize("gate", ["none", "fixed", "learned"])
+def test_features_pass_unchanged_without_codewords(gate):
     z = torch.randn(2, 3, 4)
-    quantized = Codebook(4, 2, 0)(z)
+    quantized = Codebook(4, 2, 0, gate=gate, gate_value=0.5)(z)
     assert torch.equal(quantized.z, z)
     assert quantized.codeword_indices.shape == bypass_quantization(z).codeword_indices.shape == (2, 3, 0)
     assert quantized.commitment_loss == quantized.codebook_loss == 0

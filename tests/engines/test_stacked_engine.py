@@ -33,6 +33,7 @@ def make_encoder() -> nn.Module:
 make_engine = partial(make_clients, encoder_factory=make_encoder)
 ALWAYS_EXTENDED = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, gamma=0.0, min_standard_errors=0)
 UEFL_METHOD = UEFL(**SHORT_RUN, codebook=ALWAYS_EXTENDED)
+TASK_AND_GATE = replace(ALWAYS_EXTENDED, codeword_gradient="task", gate="learned")
 CLIPPED_SGD = LocalTraining(optimizer="sgd", lr=0.02, weight_decay=0.01, max_grad_norm=0.5, batch_size=8, epochs=2)
 OTHER_METHODS = [name for name in METHODS if name not in ("uefl", "vq-fedavg", "centralized")]
 SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
@@ -49,7 +50,17 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
     "several evaluation batches": (FedAvg(**{**SHORT_RUN, "local": replace(LOCAL, eval_batch_size=5)}), {}),
     "scaffold, two epochs": (METHODS["scaffold"](**{**SHORT_RUN, "local": replace(CLIPPED_SGD, max_grad_norm=0)}), {}),
     "local batch norm": (replace(UEFL_METHOD, batch_norm="local"), {}),
+    "personal batch norm with a codebook": (replace(UEFL_METHOD, batch_norm="personal"), {}),
     "ensemble": (UEFL_METHOD, {"ensemble_size": 2}),
+    # AdamW would shrink a gate that has no gradient yet.
+    "codebook with task gradient and learned gate": (
+        replace(UEFL_METHOD, codebook=TASK_AND_GATE, local=replace(LOCAL, optimizer="adamw", weight_decay=0.1)),
+        {},
+    ),
+    "ensemble with task gradient and learned gate": (
+        replace(UEFL_METHOD, codebook=TASK_AND_GATE),
+        {"ensemble_size": 2},
+    ),
     "augmentation": (UEFL_METHOD, {"augment": "crop:2+flip"}),
     "fedprox with a codebook": (METHODS["fedprox"](**SHORT_RUN, codebook=ALWAYS_EXTENDED), {}),
     **{name: (make_short_method(METHODS[name]), {}) for name in OTHER_METHODS},
@@ -80,6 +91,7 @@ def fail_to_compile(*_: Any) -> Any:
     ("setup", "backend", "rounds"),
     [
         ("fedprox with a codebook", "aot_eager", 5),
+        ("codebook with task gradient and learned gate", "aot_eager", 5),
         *((name, "aot_eager", 2) for name in OTHER_METHODS),
         ("local batch norm", fail_to_compile, 2),
     ],

@@ -78,6 +78,8 @@ def test_booleans_have_their_usual_spellings(text, value):
         ("gamma", "'gamma' is not of the form field=value"),
         ("=3", "'=3' is not of the form field=value"),
         ("gamma=-1", "gamma=-1.0 must be at least 0"),
+        ("gate_value=0", "gate_value=0.0 must be greater than 0 and at most 1"),
+        ("codeword_gradient=both", "codeword_gradient"),
         ("gamma=nan", "gamma=nan is not a number"),
         ("lr=inf", "lr=inf must be greater than 0 and finite"),
         ("num_codewords=0", "num_codewords=0 must be at least 1"),

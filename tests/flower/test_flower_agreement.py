@@ -64,8 +64,17 @@ def test_a_method_of_a_user_agrees(tmp_path, monkeypatch):
     assert max_difference(serial, flower) < 1e-9
 
 
-def test_local_batch_norm_statistics_agree(tmp_path):
-    serial, _, flower, _ = run_both_engines(make_experiment("fedavg", batch_norm="local"), tmp_path)
+@pytest.mark.parametrize(("name", "batch_norm"), [("fedavg", "local"), ("uefl", "personal")])
+def test_batch_norm_that_stays_at_the_silo_agrees(name, batch_norm, tmp_path):
+    serial, _, flower, _ = run_both_engines(make_experiment(name, batch_norm=batch_norm), tmp_path)
+    assert max_difference(serial, flower) < 1e-9
+
+
+def test_options_of_the_codebook_agree(tmp_path):
+    codebook = replace(make_experiment("uefl").method.codebook, codeword_gradient="task", gate="learned")
+    serial, _, flower, _ = run_both_engines(make_experiment("uefl", codebook=codebook), tmp_path)
+    assert "codebook.gate_logits" in serial.model_state
+    assert torch.equal(serial.access, flower.access)
     assert max_difference(serial, flower) < 1e-9
 
 

@@ -29,6 +29,7 @@ from uefl.algorithms.round_record import record_decision, record_kmeans_time, re
 from uefl.algorithms.target_access import TargetAccess, evaluate_targets
 from uefl.algorithms.uncertainty_report import UncertaintyTest, report_uncertain_silos
 from uefl.core import noise_addresses as addresses
+from uefl.core.codebook import CodewordGradient, Gate
 from uefl.core.errors import InputError
 from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo, is_codeword_tensor
 from uefl.core.field_rules import check_ranges, setting
@@ -60,10 +61,19 @@ class ExtensibleCodebook(CodebookHooks):
         1.0, "Weight β of ‖c − sg(z)‖² in L_code, the codewords' term (D5).", at_least=0
     )
     reduction: Literal["mean", "sum"] = setting("mean", "Reduction of ‖·‖² over the channels of a feature (D18).")
+    codeword_gradient: CodewordGradient = setting(
+        "code", "Losses that train codewords: L_code alone, or the task's loss too (D28)."
+    )
+    gate: Gate = setting(
+        "none",
+        "Share g of the codeword in the classifier's input, beside 1 − g of the feature: none (g = 1), fixed, or "
+        "learned per channel (D29).",
+    )
+    gate_value: float = setting(0.75, "Share g of a fixed gate, or the start of a learned one.", above=0, at_most=1)
     extend: Extend = setting(
         "uncertain",
         "Silos that get new codewords: none (a static codebook), those above the threshold (as in the paper), all, as "
-        "many at random, or those above the threshold, revoked where validation NLL is lower without them (D28).",
+        "many at random, or those above the threshold, revoked where validation NLL is lower without them (D31).",
     )
     new_codeword_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "New codewords: centroids of the silo's features, or Gaussian noise (Table 15)."
@@ -80,7 +90,7 @@ class ExtensibleCodebook(CodebookHooks):
     )
     uncertainty_test: UncertaintyTest = setting(
         "permutation",
-        "Test for reporting a silo as uncertain, beside γ: none, min_standard_errors, or a permutation test (D29). It "
+        "Test for reporting a silo as uncertain, beside γ: none, min_standard_errors, or a permutation test (D32). It "
         "does not decide which silos get codewords.",
     )
     uncertainty_level: float = setting(
@@ -106,6 +116,8 @@ class ExtensibleCodebook(CodebookHooks):
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.gate == "learned" and self.gate_value == 1:
+            raise InputError("gate_value=1 must be less than 1 with gate=learned: a gate at 1 has no gradient")
         if self.extend not in get_args(Extend):  # such as true or false, which were its values once
             raise InputError(f"extend={str(self.extend).lower()}; allowed: {', '.join(get_args(Extend))}")
 
@@ -122,7 +134,14 @@ class ExtensibleCodebook(CodebookHooks):
                 )
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
-        built: nn.Module = net.add_codebook(self.segments, self.num_codewords, self.reduction)  # type: ignore[operator]
+        built: nn.Module = net.add_codebook(  # type: ignore[operator]
+            self.segments,
+            self.num_codewords,
+            reduction=self.reduction,
+            codeword_gradient=self.codeword_gradient,
+            gate=self.gate,
+            gate_value=self.gate_value,
+        )
         return built
 
     def loss(self, prediction: Prediction | QuantizedFeatures) -> Tensor:
@@ -201,7 +220,7 @@ class ExtensibleCodebook(CodebookHooks):
     def select_receivers(
         self, clients: Clients, server: ServerState, uncertain_silos: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Return the silos that get new codewords (D28)."""
+        """Return the silos that get new codewords (D31)."""
         trainable = tuple(name for name in server.silo_names if clients.num_examples[name])
         if self.extend == "all":
             return trainable

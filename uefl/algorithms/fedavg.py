@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from uefl.algorithms.codebook_hooks import NO_CODEBOOK, CodebookHooks
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from uefl.core.codebook import QuantizedFeatures
     from uefl.models.network import Prediction
 
+BatchNorm = Literal["average", "local", "not_averaged", "personal"]
 BATCH_NORM_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -63,8 +65,10 @@ class FedAvg:
     aggregation_weights: Literal["num_examples", "uniform"] = setting(
         "num_examples", "Weight of a silo in the average: n_k/n or 1/K (D11)."
     )
-    batch_norm: Literal["average", "local", "not_averaged"] = setting(
-        "average", "Batch-norm statistics: averaged, stored at the silo, or left at their initial values."
+    batch_norm: BatchNorm = setting(
+        "average",
+        "Batch norm: averaged; statistics stored at the silo (local) or left at their initial values (not_averaged); "
+        "or scale, shift and statistics stored at the silo (personal, as FedBN).",
     )
     mc_samples: int = setting(20, "Monte Carlo dropout samples T per prediction.", at_least=1)
     specificity: float = setting(
@@ -108,7 +112,9 @@ class FedAvg:
     def prepare_silos(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         """Return the silos that take part."""
         self.codebook_hooks.check_silos(silos)
-        return require_training_data(silos, "batch_norm=local", "batch norm") if self.batch_norm == "local" else silos
+        if self.batch_norm in ("local", "personal"):
+            return require_training_data(silos, f"batch_norm={self.batch_norm}", "batch norm")
+        return silos
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
         """Add to the network what this method needs."""
@@ -272,9 +278,13 @@ class FedAvg:
 
     def client_state_names(self, net: nn.Module) -> Collection[str]:
         """Return names of the network's tensors that stay at the silo."""
-        if self.batch_norm != "local":
-            return ()
-        return [n for n in net.state_dict() if n.endswith(BATCH_NORM_STATISTICS)]
+        if self.batch_norm == "local":
+            return [n for n in net.state_dict() if n.endswith(BATCH_NORM_STATISTICS)]
+        if self.batch_norm == "personal":
+            # By type, since names differ between encoders, such as `downsample.1`.
+            layers = [name for name, layer in net.named_modules() if isinstance(layer, _BatchNorm)]
+            return [n for n in net.state_dict() if n.rpartition(".")[0] in layers]
+        return ()
 
     def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
         """Return those names among the tensors that stay at the silo that predictions use."""

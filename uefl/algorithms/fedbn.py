@@ -5,28 +5,23 @@ Li et al., FedBN: federated learning on non-IID features via local batch normali
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-
-from uefl.algorithms.fedavg import FedAvg
-from uefl.algorithms.requirements import require_training_data
-from uefl.core.federation import Silo
+from uefl.algorithms.fedavg import BatchNorm, FedAvg
+from uefl.core.errors import InputError
+from uefl.core.field_rules import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class FedBN(FedAvg):
-    """FedAvg in which scale, shift and statistics of batch norm stay at the silo.
+    """FedAvg in which scale, shift and statistics of batch norm stay at the silo: `batch_norm=personal`.
 
     A silo that has not trained yet uses the initial batch norm; a silo without training data is an error.
     """
 
-    def prepare_silos(self, silos: Sequence[Silo]) -> Sequence[Silo]:
-        return require_training_data(silos, "FedBN", "batch norm")
+    batch_norm: BatchNorm = setting("personal", "Batch norm of FedBN: scale, shift and statistics stay at the silo.")
 
-    def client_state_names(self, net: nn.Module) -> Collection[str]:
-        # By type, since names differ between encoders, such as `downsample.1`.
-        norms = [name for name, layer in net.named_modules() if isinstance(layer, _BatchNorm)]
-        return [n for n in net.state_dict() if n.rpartition(".")[0] in norms]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch_norm != "personal":
+            raise InputError(f"batch_norm={self.batch_norm}: FedBN is batch_norm=personal; use fedavg for other values")

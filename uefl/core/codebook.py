@@ -8,6 +8,7 @@ Legend: B images, l tokens per image, d channels, s segments, N = B·l·s, D = d
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,11 +17,14 @@ from torch import Tensor, nn
 
 from uefl.core.errors import InputError
 
+CodewordGradient = Literal["code", "task"]
+Gate = Literal["none", "fixed", "learned"]
+
 
 class QuantizedFeatures(NamedTuple):
     """Features after quantization."""
 
-    z: Tensor  # [B, l, d] codewords in place of segments, with a straight-through gradient
+    z: Tensor  # [B, l, d] codewords in place of segments, or mixed with them by the gate; straight-through gradient
     codeword_indices: Tensor  # [B, l, s]
     commitment_loss: Tensor  # ‖sg(c) − z‖², trains the encoder
     codebook_loss: Tensor  # ‖c − sg(z)‖², trains the codewords
@@ -46,10 +50,21 @@ def to_tokens(z: Tensor) -> Tensor:
 
 
 class Codebook(nn.Module):
-    """The codewords one silo may use. Without codewords (during the warm-up) features pass unchanged."""
+    """The codewords one silo may use. Without codewords (during the warm-up) features pass unchanged.
+
+    With a gate g, the output is g · codeword + (1 − g) · feature. A learned gate has one g per channel.
+    """
 
     def __init__(
-        self, num_features: int, segments: int, num_codewords: int = 0, reduction: Literal["mean", "sum"] = "mean"
+        self,
+        num_features: int,
+        segments: int,
+        num_codewords: int = 0,
+        reduction: Literal["mean", "sum"] = "mean",
+        *,
+        codeword_gradient: CodewordGradient = "code",
+        gate: Gate = "none",
+        gate_value: float = 1.0,
     ) -> None:
         super().__init__()
         if num_features % segments:
@@ -57,6 +72,9 @@ class Codebook(nn.Module):
         self.segments = segments
         self.scale = num_features if reduction == "sum" else 1  # ‖·‖² of a token, or its mean over channels (D18)
         self.codewords = nn.Parameter(torch.randn(num_codewords, num_features // segments))  # Gaussian, as in the paper
+        self.codeword_gradient, self.gate, self.gate_value = codeword_gradient, gate, gate_value
+        if gate == "learned":
+            self.gate_logits = nn.Parameter(torch.full((num_features,), math.log(gate_value / (1 - gate_value))))
 
     def split_segments(self, z: Tensor) -> Tensor:
         """Return tokens [B,l,d] as segments [N,D], the input of the quantizer and of K-means (D20)."""
@@ -86,7 +104,21 @@ class Codebook(nn.Module):
         commitment_loss = self.scale * F.mse_loss(z, codewords.detach())  # both terms of L_code (Eq. 5)
         codebook_loss = self.scale * F.mse_loss(codewords, z.detach())
         indices = indices.reshape(*z.shape[:-1], self.segments)
-        return QuantizedFeatures(z + (codewords - z).detach(), indices, commitment_loss, codebook_loss)
+        output = self.apply_gate(z, self.pass_gradient(z, codewords))
+        return QuantizedFeatures(output, indices, commitment_loss, codebook_loss)
+
+    def pass_gradient(self, z: Tensor, codewords: Tensor) -> Tensor:
+        """Return the codewords with the gradient of the task: to the features alone, or to the codewords too."""
+        if self.codeword_gradient == "task":
+            return codewords + (z - z.detach())
+        return z + (codewords - z).detach()
+
+    def apply_gate(self, z: Tensor, codewords: Tensor) -> Tensor:
+        """Return g · codewords + (1 − g) · z, whose gradient to the encoder is that of the codewords alone."""
+        if self.gate == "none":
+            return codewords
+        g = torch.sigmoid(self.gate_logits) if self.gate == "learned" else self.gate_value
+        return g * codewords + (1 - g) * z
 
 
 class CompiledLookup(torch.autograd.Function):

@@ -50,6 +50,8 @@ COMMON: Row = {
     "method.codebook.codebook_loss_weight": 0.25,
     "method.codebook.reduction": "mean",
     "method.codebook.initial_codebook": "shared",
+    "method.codebook.codeword_gradient": "code",
+    "method.codebook.gate": "none",
     "method.codebook.threshold_reference": "min",
     "method.codebook.min_standard_errors": 0.0,
     "method.codebook.extension_growth": "constant",

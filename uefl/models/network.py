@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,9 +117,9 @@ class Net(nn.Module):
         salt_noise_layers(self)
         return self
 
-    def add_codebook(self, segments: int, num_codewords: int, reduction: Literal["mean", "sum"] = "mean") -> Net:
-        """Put a codebook between encoder and classifier."""
-        self.codebook = Codebook(self.num_features, segments, num_codewords, reduction)
+    def add_codebook(self, segments: int, num_codewords: int, **options: Any) -> Net:
+        """Put a codebook with these options between encoder and classifier."""
+        self.codebook = Codebook(self.num_features, segments, num_codewords, **options)
         return self
 
     def encode(self, x: Tensor) -> Tensor:
@@ -175,10 +175,10 @@ class Ensemble(nn.Module):
         super().__init__()
         self.members = nn.ModuleList(build() for _ in range(ensemble_size))
 
-    def add_codebook(self, segments: int, num_codewords: int, reduction: Literal["mean", "sum"] = "mean") -> Ensemble:
+    def add_codebook(self, segments: int, num_codewords: int, **options: Any) -> Ensemble:
         for member in self.members:
             assert isinstance(member, Net)
-            member.add_codebook(segments, num_codewords, reduction)
+            member.add_codebook(segments, num_codewords, **options)
         return self
 
     def encode_segments(self, x: Tensor) -> Tensor:
