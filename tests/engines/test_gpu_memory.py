@@ -17,9 +17,9 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.core.local import LocalTraining
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked.stacked_engine import StackedEngine
+from uefl.experiment.grouped_runs import run_seeds
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import run
-from uefl.experiment.stacked_seeds import run_seeds
 
 pytestmark = [
     pytest.mark.gpu,
