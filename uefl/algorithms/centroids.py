@@ -95,11 +95,14 @@ def has_valid_centroids(answer: Tensors, like: Tensor, v: int) -> bool:
 
 
 def merge_centroids(pieces: Sequence[Centroids], v: int, seed: int) -> Tensor:
-    """Merge the centroids of several silos by K-means weighted with their counts: [M, v, D]."""
+    """Merge the centroids of several silos by K-means weighted with their counts: [M, v, D].
+
+    The points are few, so a CPU is faster. Also, the threads of several seeds then need no work space on a GPU.
+    """
     merged = []
     for m in range(len(pieces[0].centroids)):
-        points = torch.cat([piece.centroids[m] for piece in pieces])
-        counts = torch.cat([piece.counts[m] for piece in pieces])
+        points = torch.cat([piece.centroids[m] for piece in pieces]).cpu()
+        counts = torch.cat([piece.counts[m] for piece in pieces]).cpu()
         noise_key = derive_key(seed, m, addresses.MERGED_CENTROIDS)
         merged.append(kmeans(points, v, noise_key=noise_key, sample_weights=counts).centroids)
-    return torch.stack([centroids[: min(map(len, merged))] for centroids in merged])
+    return torch.stack([centroids[: min(map(len, merged))] for centroids in merged]).to(pieces[0].centroids.device)
