@@ -10,8 +10,8 @@ from pathlib import Path
 
 from benchmarks.harness import Measurement, Options, measure_interleaved
 from uefl.experiment.experiment import Experiment
+from uefl.experiment.grouped_runs import run_seeds
 from uefl.experiment.parsing import parse_experiments
-from uefl.experiment.stacked_seeds import run_seeds
 
 SEEDS = tuple(range(100, 110))
 TINY = ["train_per_silo=40", "test_per_silo=20", "width=4", "hidden_size=16", "rounds=3", "iterations=1"]

@@ -22,11 +22,11 @@ from uefl.core.errors import ResumableError
 from uefl.core.metrics import TABLE_METRICS, mean_metric
 from uefl.experiment import records
 from uefl.experiment.experiment import RESULTS_VERSION, Experiment
+from uefl.experiment.grouped_runs import group_by_seed, run_seeds
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION
 from uefl.experiment.run import Event
 from uefl.experiment.run_folder import RunFolder
 from uefl.experiment.settings import iterate_settings
-from uefl.experiment.stacked_seeds import group_by_seed, run_seeds
 
 RunRecord = dict[str, Any]
 # Settings that were added after the first records, with the value at which a record without them is still the same run.

@@ -5,7 +5,7 @@ import torch
 from sklearn.cluster import KMeans
 
 from uefl.core import kmeans as kmeans_module
-from uefl.core.kmeans import assign_points, kmeans
+from uefl.core.kmeans import Problem, assign_points, kmeans, kmeans_batch
 from uefl.data.readers.embedded import read_mnist5k
 from uefl.models.residual_encoder import ResidualEncoder
 
@@ -108,10 +108,15 @@ def test_one_point_gives_one_centroid():
     assert clusters.counts.tolist() == [1]
 
 
+def start_at_5_and_minus_100(*_):
+    """Return centroids as `_seed_centroids` does: no point is near the second one."""
+    return torch.tensor([[[5.0], [-100.0]]]), torch.ones(1, 2, dtype=torch.bool)
+
+
 def test_empty_cluster_moves_to_the_point_farthest_from_its_centroid(monkeypatch):
     """The second centroid starts far from all points and would stay there."""
     points = torch.tensor([[0.0], [0.1], [0.2], [10.0], [10.1]])
-    monkeypatch.setattr(kmeans_module, "_seed_centroids", lambda *_: torch.tensor([[5.0], [-100.0]]))
+    monkeypatch.setattr(kmeans_module, "_seed_centroids", start_at_5_and_minus_100)
     clusters = kmeans(points, 2, noise_key=0)
     assert sorted(clusters.centroids.flatten().tolist()) == pytest.approx([0.1, 10.05])
     assert sorted(clusters.counts.tolist()) == [2, 3]
@@ -120,7 +125,7 @@ def test_empty_cluster_moves_to_the_point_farthest_from_its_centroid(monkeypatch
 def test_empty_cluster_moves_to_the_point_with_the_largest_weighted_distance(monkeypatch):
     """From the centroid 5, the weighted squared distances are 5 · 25, 1 · 25 and 0.1 · 81."""
     points, weights = torch.tensor([[0.0], [10.0], [14.0]]), torch.tensor([5.0, 1.0, 0.1])
-    monkeypatch.setattr(kmeans_module, "_seed_centroids", lambda *_: torch.tensor([[5.0], [-100.0]]))
+    monkeypatch.setattr(kmeans_module, "_seed_centroids", start_at_5_and_minus_100)
     clusters = kmeans(points, 2, noise_key=0, sample_weights=weights, max_iterations=1)
     assert clusters.centroids.flatten().tolist() == pytest.approx([(10 + 1.4) / 6.1, 0.0])
 
@@ -155,6 +160,84 @@ def test_smaller_blocks_change_nothing(points, monkeypatch):
     in_blocks = kmeans(points.double(), 8, noise_key=1)
     assert torch.allclose(whole.centroids, in_blocks.centroids, atol=1e-12)
     assert torch.equal(whole.counts, in_blocks.counts)
+
+
+@pytest.fixture
+def problems():
+    """Return problems of other sizes, weights and distinct points, some of them with samples."""
+    torch.manual_seed(1)
+    sizes = (30, 200, 250, 250, 850, 900, 800)
+    points = [torch.randn(n, 4, dtype=torch.float64) for n in sizes]
+    points[3] = points[3][:5].repeat(50, 1)  # fewer distinct points than clusters
+    points[1] += 1000  # far from the padding, which is at zero
+    weights = [None, None, torch.arange(250) % 3, None, None, torch.rand(900), None]
+    return [Problem(p, key, w) for key, (p, w) in enumerate(zip(points, weights))]
+
+
+@pytest.fixture
+def small_samples(monkeypatch):
+    monkeypatch.setattr(kmeans_module, "MIN_SAMPLE_SIZE", 100)
+    monkeypatch.setattr(kmeans_module, "MIN_SAMPLE_PER_CLUSTER", 1)
+
+
+def solve_alone(problems, k, **settings):
+    return [kmeans(p.points, k, noise_key=p.noise_key, sample_weights=p.sample_weights, **settings) for p in problems]
+
+
+def assert_same_clusters(batch, alone):
+    for one, other in zip(batch, alone, strict=True):
+        assert one.centroids.shape == other.centroids.shape
+        assert torch.allclose(one.centroids, other.centroids, rtol=0, atol=1e-9)
+        assert torch.equal(one.counts, other.counts)
+        assert one.inertia.item() == pytest.approx(other.inertia.item(), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 8, 40])
+@pytest.mark.usefixtures("small_samples")
+def test_a_batch_gives_each_problem_the_clusters_it_has_alone(problems, k):
+    batches = kmeans_module._split_problems([p.points for p in problems], 100)
+    assert sorted(map(len, batches)) == [1, 3, 3]  # with one, two and four samples; the sizes differ
+    assert_same_clusters(kmeans_batch(problems, k), solve_alone(problems, k))
+
+
+def test_padding_with_weight_zero_changes_nothing(problems):
+    padded = [Problem(torch.cat([p.points, p.points.new_zeros(60, 4)]), p.noise_key) for p in problems[:2]]
+    weights = [torch.cat([torch.ones(len(p.points)), torch.zeros(60)]) for p in problems[:2]]
+    padded = [p._replace(sample_weights=w) for p, w in zip(padded, weights)]
+    assert_same_clusters(kmeans_batch(padded, 20), solve_alone(problems[:2], 20))
+
+
+def test_a_problem_that_has_converged_stays_as_it_is_while_others_move(problems):
+    """Five distinct points converge at once; the other problem needs all iterations."""
+    easy, hard = problems[3], problems[4]
+    (with_hard, _), (alone,) = kmeans_batch([easy, hard], 8, max_iterations=50), solve_alone([easy], 8)
+    assert torch.equal(with_hard.centroids, alone.centroids)
+
+
+def test_empty_clusters_of_a_batch_are_filled_problem_by_problem(monkeypatch):
+    """The first problem has an empty cluster, the second none."""
+    points = [torch.tensor([[0.0], [0.1], [0.2], [10.0], [10.1]]), torch.tensor([[1.0], [1.2], [-90.0]])]
+    start = torch.tensor([[[5.0], [-100.0]]]).repeat(2, 1, 1), torch.ones(2, 2, dtype=torch.bool)
+    monkeypatch.setattr(kmeans_module, "_seed_centroids", lambda *_: start)
+    first, second = kmeans_batch([Problem(p, 0) for p in points], 2)
+    assert sorted(first.centroids.flatten().tolist()) == pytest.approx([0.1, 10.05])
+    assert second.centroids.flatten().tolist() == pytest.approx([1.1, -90.0])
+
+
+def test_a_batch_is_split_where_memory_does_not_allow_more(problems, monkeypatch):
+    sizes, fit_clusters = [], kmeans_module._fit_clusters
+
+    def record_size(batch, *settings):
+        sizes.append(len(batch) * max(p.points.numel() for p in batch))
+        return fit_clusters(batch, *settings)
+
+    monkeypatch.setattr(kmeans_module, "_fit_clusters", record_size)
+    alone = solve_alone(problems, 8)
+    sizes.clear()
+    monkeypatch.setattr(kmeans_module, "MAX_DISTANCES", 8000)
+    assert_same_clusters(kmeans_batch(problems, 8), alone)
+    assert 1 < len(sizes) < len(problems)
+    assert max(sizes) <= 8000
 
 
 def test_memory_is_bounded_by_the_maximum_number_of_distances(features, monkeypatch):

@@ -11,11 +11,13 @@ import torch
 from harness import LOCAL, SHORT_RUN, make_network, make_short_method, make_striped_silo, run_rounds
 from test_stacked_engine import ALWAYS_EXTENDED, OTHER_METHODS, assert_close, find_difference, make_encoder
 
-from uefl.algorithms import METHODS
+from uefl.algorithms import METHODS, centroids
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import Silo
+from uefl.core.kmeans import kmeans_batch
 from uefl.engines.serial import SerialEngine
+from uefl.engines.stacked import stacked_engine
 from uefl.engines.stacked.seed_stack import SeedStack
 from uefl.experiment.rounds import iterate_rounds
 
@@ -66,6 +68,22 @@ def test_each_seed_equals_its_run_alone(name):
         assert torch.equal(server.access, alone.access)
         assert_close(server.model_state, alone.model_state)
         assert [find_difference(a, b) for a, b in zip(records, records_alone, strict=True)] == [""] * len(records)
+
+
+def test_silos_of_all_seeds_are_clustered_at_once_but_in_bounded_memory(monkeypatch):
+    """Two seeds of four silos: together, then with room for the features of about two silos."""
+    sizes: list[int] = []
+    monkeypatch.setattr(centroids, "kmeans_batch", lambda p, k: sizes.append(len(p)) or kmeans_batch(p, k))
+    together = run_stacked(UEFL_METHOD, SEEDS)
+    assert sizes[0] == 8, "the initial codebook"
+    num_bytes = 2 * 28 * 8 * 2 * 2 * 8  # images of the largest silo, channels, height, width and bytes of a number
+    monkeypatch.setattr(stacked_engine, "MAX_PREPARED_BYTES", num_bytes + 100)
+    sizes.clear()
+    in_parts = run_stacked(UEFL_METHOD, SEEDS)
+    assert sum(sizes[:4]) == 8
+    assert max(sizes) <= 3
+    for seed in SEEDS:
+        assert_close(in_parts[seed][0].model_state, together[seed][0].model_state)
 
 
 def test_a_seed_behind_the_others_catches_up_with_the_same_result():

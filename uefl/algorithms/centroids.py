@@ -10,7 +10,7 @@ from torch import Tensor
 
 from uefl.core import noise_addresses as addresses
 from uefl.core.federation import Batch, ClientModel, Tensors
-from uefl.core.kmeans import kmeans
+from uefl.core.kmeans import Clusters, Problem, kmeans, kmeans_batch
 from uefl.core.noise import derive_key
 
 MAX_FEATURE = 1e12  # squares of larger features may overflow in K-means
@@ -25,13 +25,37 @@ class Centroids(NamedTuple):
 
 def compute_centroids(model: ClientModel, batch: Batch, *, batch_size: int) -> Tensors:
     """Run K-means on the silo's own features, encoded by the broadcast model in evaluation mode (D20)."""
+    return cluster_features([encode_features(model, batch, batch_size=batch_size)])[0]
+
+
+def encode_features(model: ClientModel, batch: Batch, *, batch_size: int) -> Tensors:
+    """Return a silo's features [M, N, D], and what K-means needs beside them."""
     blocks = torch.split(batch.x, batch_size)
-    features = torch.cat([model.call("encode_segments", block) for block in blocks], 1)  # [M, N, D]
-    num_codewords = int(model.extras["num_codewords"])
-    clusters = [
-        kmeans(points, num_codewords, noise_key=derive_key(batch.noise_key, i, addresses.SILO_CENTROIDS))
-        for i, points in enumerate(features)
-    ]
+    return {
+        "features": torch.cat([model.call("encode_segments", block) for block in blocks], 1),
+        "num_codewords": model.extras["num_codewords"],
+        "noise_key": torch.tensor(batch.noise_key),
+    }
+
+
+def cluster_features(encoded: Sequence[Tensors]) -> list[Tensors]:
+    """Run K-means on the features of several silos at once and return the centroids of each."""
+    answers: dict[int, Tensors] = {}
+    numbers = [int(silo["num_codewords"]) for silo in encoded]
+    for v in sorted(set(numbers)):
+        rows = [i for i, number in enumerate(numbers) if number == v]
+        problems = [
+            Problem(points, derive_key(int(encoded[i]["noise_key"]), m, addresses.SILO_CENTROIDS))
+            for i in rows
+            for m, points in enumerate(encoded[i]["features"])
+        ]
+        clusters = iter(kmeans_batch(problems, v))
+        answers |= {i: pack_centroids([next(clusters) for _ in encoded[i]["features"]]) for i in rows}
+    return [answers[i] for i in range(len(encoded))]
+
+
+def pack_centroids(clusters: Sequence[Clusters]) -> Tensors:
+    """Return a silo's answer from the clusters of each member of an ensemble, equally many of each."""
     v = min(len(c.centroids) for c in clusters)
     return {
         "centroids": torch.stack([c.centroids[:v] for c in clusters]),
@@ -71,11 +95,14 @@ def has_valid_centroids(answer: Tensors, like: Tensor, v: int) -> bool:
 
 
 def merge_centroids(pieces: Sequence[Centroids], v: int, seed: int) -> Tensor:
-    """Merge the centroids of several silos by K-means weighted with their counts: [M, v, D]."""
+    """Merge the centroids of several silos by K-means weighted with their counts: [M, v, D].
+
+    The points are few, so a CPU is faster. Also, the threads of several seeds then need no work space on a GPU.
+    """
     merged = []
     for m in range(len(pieces[0].centroids)):
-        points = torch.cat([piece.centroids[m] for piece in pieces])
-        counts = torch.cat([piece.counts[m] for piece in pieces])
+        points = torch.cat([piece.centroids[m] for piece in pieces]).cpu()
+        counts = torch.cat([piece.counts[m] for piece in pieces]).cpu()
         noise_key = derive_key(seed, m, addresses.MERGED_CENTROIDS)
         merged.append(kmeans(points, v, noise_key=noise_key, sample_weights=counts).centroids)
-    return torch.stack([centroids[: min(map(len, merged))] for centroids in merged])
+    return torch.stack([centroids[: min(map(len, merged))] for centroids in merged]).to(pieces[0].centroids.device)

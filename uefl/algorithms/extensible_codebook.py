@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from uefl.algorithms.centroids import (
     Centroids,
+    cluster_features,
     compute_centroids,
+    encode_features,
     find_centroid_error,
     has_valid_centroids,
     merge_centroids,
@@ -31,7 +33,7 @@ from uefl.algorithms.uncertainty_report import UncertaintyTest, report_uncertain
 from uefl.core import noise_addresses as addresses
 from uefl.core.codebook import CodewordGradient, Gate
 from uefl.core.errors import InputError
-from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo, is_codeword_tensor
+from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo, TaskParts, is_codeword_tensor
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.metrics import Metrics, compute_metrics
 from uefl.core.noise import derive_key, normal, permutation
@@ -311,5 +313,11 @@ class ExtensibleCodebook(CodebookHooks):
         return evaluate_targets(method, clients, server, evaluations, self.target_access)
 
     def client_tasks(self, method: FedAvg) -> Mapping[str, ClientTask]:
-        compute = partial(compute_centroids, batch_size=method.local.eval_batch_size)
-        return {"compute_centroids": ClientTask(compute, needs_full_split=True, find_error=find_centroid_error)}
+        batch_size = method.local.eval_batch_size
+        task = ClientTask(
+            partial(compute_centroids, batch_size=batch_size),
+            needs_full_split=True,
+            find_error=find_centroid_error,
+            parts=TaskParts(partial(encode_features, batch_size=batch_size), cluster_features),
+        )
+        return {"compute_centroids": task}

@@ -156,6 +156,13 @@ class ServerState:
         return replace(self, **changes)
 
 
+class TaskParts(NamedTuple):
+    """A client task in two parts, so that an engine with many silos can run the second for all of them at once."""
+
+    prepare: Callable[[ClientModel, Batch], Tensors]  # with the silo's model
+    complete: Callable[[Sequence[Tensors]], list[Tensors]]  # the answers, from what each silo prepared
+
+
 class ClientTask(NamedTuple):
     """A computation that the server may query. It returns sums, which the engine adds over batches."""
 
@@ -163,6 +170,7 @@ class ClientTask(NamedTuple):
     needs_full_split: bool = False  # K-means must receive all examples of a split at once
     # What is wrong with an answer of another machine, beside the answer for one blank image, and the silo's examples.
     find_error: Callable[[Tensors, Tensors, int], str] = lambda _answer, _blank_answer, _num_examples: ""
+    parts: TaskParts | None = None  # of a task that needs a full split: the same computation in two parts
 
 
 class Update(NamedTuple):

@@ -17,6 +17,7 @@ from uefl.core.federation import (
     Batch,
     Broadcast,
     ClientModel,
+    ClientTask,
     Evaluations,
     Examples,
     MatmulPrecision,
@@ -122,11 +123,17 @@ class SerialEngine:
             )
 
     def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
+        return self._query_one_by_one(method, task, method.client_tasks[task], broadcast, splits)
+
+    def _query_one_by_one(
+        self, method: Method, task: str, client_task: ClientTask, broadcast: Broadcast, splits: Sequence[Split]
+    ) -> Iterator[Reply]:
+        """Run a client task, known by the name `task`, at one participant after another."""
         for name in sorted(broadcast.participants):
             started = time.perf_counter()
             self.on_progress(name, task)
             model = self._receive_broadcast(method, broadcast, name)
-            answers = self._answer_query(method, task, model, name, broadcast.round, splits)
+            answers = self._answer_query(method, task, client_task, model, name, broadcast.round, splits)
             yield Reply(
                 silo_name=name,
                 num_examples=len(self.silos[name].train.y),
@@ -249,34 +256,35 @@ class SerialEngine:
         if not splits:
             return {}
         self.on_progress(name, "evaluating")
-        return self._answer_query(method, "evaluate", model, name, round_number, splits)
+        client_task = method.client_tasks["evaluate"]
+        return self._answer_query(method, "evaluate", client_task, model, name, round_number, splits)
 
     def _answer_query(
-        self, method: Method, task: str, model: ClientModel, name: str, round_number: int, splits: Sequence[Split]
+        self,
+        method: Method,
+        task: str,
+        client_task: ClientTask,
+        model: ClientModel,
+        name: str,
+        round_number: int,
+        splits: Sequence[Split],
     ) -> dict[str, Tensors]:
         """Run a client task per split: sums over batches, or one answer from all examples. Skip empty splits."""
-        with self._fork_rng():
-            return self._run_task(method, task, model, name, round_number, splits)
-
-    def _run_task(
-        self, method: Method, task: str, model: ClientModel, name: str, round_number: int, splits: Sequence[Split]
-    ) -> dict[str, Tensors]:
-        client_task = method.client_tasks[task]
         answers: dict[str, Tensors] = {}
         self.net.eval()
-        for split in splits:
-            examples = self.silos[name].examples(split)
-            batch_size = len(examples.y) if client_task.needs_full_split else method.local.eval_batch_size
-            answer: Tensors = {}
-            for i, batch_slice in enumerate(iterate_batch_slices(len(examples.y), max(batch_size, 1))):
-                noise_key = self._derive_key(name, round_number, i, addresses.TASKS.get(task, task), split)
-                self._seed_noise(noise_key)
-                batch = Batch(examples.x[batch_slice], examples.y[batch_slice], i, noise_key=noise_key)
-                with torch.no_grad(), self._autocast():
+        with self._fork_rng(), torch.no_grad(), self._autocast():
+            for split in splits:
+                examples = self.silos[name].examples(split)
+                batch_size = len(examples.y) if client_task.needs_full_split else method.local.eval_batch_size
+                answer: Tensors = {}
+                for i, batch_slice in enumerate(iterate_batch_slices(len(examples.y), max(batch_size, 1))):
+                    noise_key = self._derive_key(name, round_number, i, addresses.TASKS.get(task, task), split)
+                    self._seed_noise(noise_key)
+                    batch = Batch(examples.x[batch_slice], examples.y[batch_slice], i, noise_key=noise_key)
                     sums = client_task.compute(model, batch)
-                answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
-            if answer:
-                answers[split] = answer
+                    answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
+                if answer:
+                    answers[split] = answer
         return answers
 
     def _store_client_state(self, method: Method, model: ClientModel, client_state: Tensors, name: str) -> Tensors:

@@ -15,8 +15,8 @@ import torch
 
 from uefl.core.errors import InputError
 from uefl.experiment.experiment import Experiment
+from uefl.experiment.grouped_runs import group_by_seed, run_seeds
 from uefl.experiment.run import Event
-from uefl.experiment.stacked_seeds import group_by_seed, run_seeds
 
 
 def run_in_parallel(

@@ -213,11 +213,8 @@ class SeedStackEngine(StackedEngine):
     def _run(self, request: Request, broadcasts: Sequence[Broadcast]) -> Iterator[Reply]:
         if not request.task:
             yield from self._fit_clients(request.method, broadcasts, evaluate=request.evaluate)
-        elif request.method.client_tasks[request.task].needs_full_split:
-            for broadcast in broadcasts:
-                yield from self.query(request.method, request.task, broadcast, request.splits)
         else:
-            yield from self._query_clients(request.method, request.task, broadcasts, request.splits)
+            yield from self._query_servers(request.method, request.task, broadcasts, request.splits)
 
     def _get_initial_tensors(self, name: str) -> Tensors:
         return self._owners[name][0].initial_tensors

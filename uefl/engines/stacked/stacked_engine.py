@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -32,6 +32,7 @@ from uefl.core.federation import (
     Reply,
     Silo,
     Split,
+    TaskParts,
     Tensors,
     Update,
     gather_accessible_rows,
@@ -61,6 +62,8 @@ from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.device_data import PUBLIC, DeviceData
 from uefl.engines.stacked.stack_size import batch_length, compute_stack_size, count_activations
 from uefl.engines.stacked.vmap_overrides import VmapOverrides
+
+MAX_PREPARED_BYTES = 1 << 29  # of the first parts of a task, such as features for K-means, that wait for the second
 
 
 class StackedEngine(SerialEngine):
@@ -95,9 +98,22 @@ class StackedEngine(SerialEngine):
         return self._fit_clients(method, [broadcast], evaluate=evaluate)
 
     def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
-        if method.client_tasks[task].needs_full_split:
-            return super().query(method, task, broadcast, splits)
-        return self._query_clients(method, task, [broadcast], splits)
+        return self._query_servers(method, task, [broadcast], splits)
+
+    def _query_servers(
+        self, method: Method, task: str, broadcasts: Sequence[Broadcast], splits: Sequence[Split]
+    ) -> Iterator[Reply]:
+        """Run a client task at the participants of one server, or of several servers."""
+        client_task = method.client_tasks[task]
+        if not client_task.needs_full_split:
+            return self._query_clients(method, task, broadcasts, splits)
+        first_part = client_task._replace(compute=client_task.parts.prepare) if client_task.parts else client_task
+        replies = (
+            reply
+            for broadcast in broadcasts
+            for reply in self._query_one_by_one(method, task, first_part, broadcast, splits)
+        )
+        return complete_answers(client_task.parts, replies) if client_task.parts else replies
 
     def release(self) -> None:
         self._buffers.clear()
@@ -154,7 +170,7 @@ class StackedEngine(SerialEngine):
     def _query_clients(
         self, method: Method, task: str, broadcasts: Sequence[Broadcast], splits: Sequence[Split]
     ) -> Iterator[Reply]:
-        """Run a client task at the participants of one server, or of several servers."""
+        """Run a client task that returns sums, stack by stack."""
 
         def query_stack(stack: ClientStack) -> list[Reply]:
             started = time.perf_counter()
@@ -528,6 +544,30 @@ class StackedEngine(SerialEngine):
         """Copy numbers to the device from pinned memory, so that the host does not wait."""
         tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return tensor.to(self.device, non_blocking=True)
+
+
+def complete_answers(parts: TaskParts, prepared: Iterable[Reply]) -> Iterator[Reply]:
+    """Run the second part of a client task for as many silos at once as memory allows."""
+    waiting: list[Reply] = []
+    for reply in prepared:
+        if sum(r.sent_bytes for r in (*waiting, reply)) > MAX_PREPARED_BYTES:
+            yield from _complete_together(parts, waiting)
+            waiting = []
+        waiting.append(reply)
+    yield from _complete_together(parts, waiting)
+
+
+def _complete_together(parts: TaskParts, prepared: Sequence[Reply]) -> Iterator[Reply]:
+    started = time.perf_counter()
+    with torch.no_grad():
+        completed = iter(parts.complete([tensors for reply in prepared for tensors in reply.answers.values()]))
+    for reply in prepared:
+        answers = {split: next(completed) for split in reply.answers}
+        yield reply._replace(
+            answers=answers,
+            sent_bytes=sum(map(size_in_bytes, answers.values())),
+            seconds=reply.seconds + (time.perf_counter() - started) / len(prepared),
+        )
 
 
 compiled_engine = partial(StackedEngine, use_compiler=True)

@@ -12,10 +12,10 @@ from harness import TINY_SETTINGS
 
 from uefl.core.errors import ResumableError
 from uefl.experiment.experiment import Experiment
+from uefl.experiment.grouped_runs import group_by_seed, run_seeds
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import Event, run
 from uefl.experiment.run_folder import RunFolder
-from uefl.experiment.stacked_seeds import group_by_seed, run_seeds
 
 
 @pytest.fixture(scope="module")
