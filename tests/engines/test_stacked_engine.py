@@ -49,6 +49,7 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
     "several evaluation batches": (FedAvg(**{**SHORT_RUN, "local": replace(LOCAL, eval_batch_size=5)}), {}),
     "scaffold, two epochs": (METHODS["scaffold"](**{**SHORT_RUN, "local": replace(CLIPPED_SGD, max_grad_norm=0)}), {}),
     "local batch norm": (replace(UEFL_METHOD, batch_norm="local"), {}),
+    "logit adjustment": (replace(UEFL_METHOD, logit_adjustment="local"), {}),
     "ensemble": (UEFL_METHOD, {"ensemble_size": 2}),
     "augmentation": (UEFL_METHOD, {"augment": "crop:2+flip"}),
     "fedprox with a codebook": (METHODS["fedprox"](**SHORT_RUN, codebook=ALWAYS_EXTENDED), {}),
