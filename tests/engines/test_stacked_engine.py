@@ -51,6 +51,7 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
     "scaffold, two epochs": (METHODS["scaffold"](**{**SHORT_RUN, "local": replace(CLIPPED_SGD, max_grad_norm=0)}), {}),
     "local batch norm": (replace(UEFL_METHOD, batch_norm="local"), {}),
     "personal batch norm with a codebook": (replace(UEFL_METHOD, batch_norm="personal"), {}),
+    "logit adjustment": (replace(UEFL_METHOD, logit_adjustment="local"), {}),
     "ensemble": (UEFL_METHOD, {"ensemble_size": 2}),
     # AdamW would shrink a gate that has no gradient yet.
     "codebook with task gradient and learned gate": (

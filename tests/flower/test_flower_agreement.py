@@ -18,9 +18,14 @@ from small_federation import (
 
 from uefl.algorithms import METHODS
 from uefl.core.federation import Broadcast
+from uefl.core.label_prior import LOG_PRIOR
 from uefl.core.registry import Entry
 from uefl.data.config import DataConfig
+from uefl.experiment.loading import load
+from uefl.experiment.run_folder import RunFolder
 from uefl.flower.connect import connect
+from uefl.flower.node_data import load_data_once
+from uefl.flower.wire import read_payload, read_tensors
 
 EXAMPLES_FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -76,6 +81,23 @@ def test_options_of_the_codebook_agree(tmp_path):
     assert "codebook.gate_logits" in serial.model_state
     assert torch.equal(serial.access, flower.access)
     assert max_difference(serial, flower) < 1e-9
+
+
+def test_logit_adjustment_agrees_and_its_prior_is_in_no_message(tmp_path):
+    experiment, replies = make_experiment("fedavg", logit_adjustment="local"), []
+    serial, serial_records = run_rounds(make_serial_engine(experiment), experiment)
+    grid = make_grid(tmp_path)
+    grid.tamper = lambda _message, reply: replies.append(reply) or reply
+    flower, flower_records = run_rounds(make_flower_engine(grid, experiment), experiment)
+    assert max_difference(serial, flower) < 1e-9
+    assert [drop_seconds(r) for r in serial_records] == [drop_seconds(r) for r in flower_records]
+    for message in (*grid.sent_messages, *replies):
+        assert not any(LOG_PRIOR in read_tensors(message, r) for r in ("model_state", "extras", "tensors"))
+        assert LOG_PRIOR not in str(read_payload(message))
+    for silo in load_data_once(experiment.data, experiment.seed)[0]:
+        (path,) = tmp_path.rglob(f"silo-{silo.name}/{RunFolder.MODEL_FILE}")
+        predictions, recorded = load(path).predict(silo.test.x), flower_records[-1]["silos"][silo.name]
+        assert predictions.uncertainty.entropy.mean() == pytest.approx(recorded["entropy"])
 
 
 def test_stored_optimizer_state_agrees(tmp_path):

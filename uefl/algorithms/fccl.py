@@ -124,7 +124,7 @@ class FCCL(FedAvg):
     def loss(self, model: ClientModel, batch: Batch) -> Tensor:
         # L = CE + KL(pre-trained ‖ own) + KL(last round's ‖ own), with a teacher as soon as there is one
         prediction = model(batch.x)
-        total = self.task_and_code_loss(prediction.logits, prediction, batch)
+        total = self.task_and_code_loss(model, prediction.logits, prediction, batch)
         has_teachers = (model.client_state[NUM_ROUNDS] >= self.pretrain_rounds).to(total.dtype)
         for prefix, weight in ((PRETRAINED_PREFIX, self.intra_weight), (PREVIOUS_PREFIX, self.inter_weight)):
             if weight:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,7 @@ from uefl.core.federation import (
     Update,
 )
 from uefl.core.field_rules import check_ranges, setting
+from uefl.core.label_prior import LOG_PRIOR, adjust_logits, compute_log_prior
 from uefl.core.local import LocalTraining
 from uefl.core.metrics import DEFAULT_SPECIFICITY, compute_metric_sums, find_histogram_error
 from uefl.core.noise import derive_key, permutation
@@ -73,6 +74,11 @@ class FedAvg:
     mc_samples: int = setting(20, "Monte Carlo dropout samples T per prediction.", at_least=1)
     specificity: float = setting(
         DEFAULT_SPECIFICITY, "Specificity at which records give the sensitivity, for two classes.", above=0, below=1
+    )
+    logit_adjustment: Literal["none", "local"] = setting(
+        "none",
+        "Add the log of a silo's own class frequencies to its logits, in the cross-entropy of its own labels and in "
+        "its predictions; they never leave the silo, and a silo without training examples adds nothing.",
     )
     evaluate_train: bool = setting(False, "Evaluate on training examples too, as neural collapse needs; costs time.")
     evaluate_local: bool = setting(True, "Evaluate each silo's model before averaging too; costs time (Fig. 1).")
@@ -254,11 +260,13 @@ class FedAvg:
     def loss(self, model: ClientModel, batch: Batch) -> Tensor:
         """Return the loss of a batch."""
         prediction = model(batch.x)
-        return self.task_and_code_loss(prediction.logits, prediction, batch)
+        return self.task_and_code_loss(model, prediction.logits, prediction, batch)
 
-    def task_and_code_loss(self, logits: Tensor, prediction: Prediction | QuantizedFeatures, batch: Batch) -> Tensor:
+    def task_and_code_loss(
+        self, model: ClientModel, logits: Tensor, prediction: Prediction | QuantizedFeatures, batch: Batch
+    ) -> Tensor:
         """Return L_task + L_code; L_code is 0 without a codebook."""
-        return ensemble_cross_entropy(logits, batch.y) + self.codebook_hooks.loss(prediction)
+        return compute_task_loss(model, logits, batch.y) + self.codebook_hooks.loss(prediction)
 
     def adjust_gradients(self, model: ClientModel, gradients: Tensors) -> Tensors:
         """Change gradients before the optimizer uses them."""
@@ -296,6 +304,17 @@ class FedAvg:
         return {}
 
     @property
+    def uses_label_prior(self) -> bool:
+        """Whether a silo adds its own log π_k to its logits."""
+        return self.logit_adjustment == "local"
+
+    def compute_label_state(self, net: nn.Module, y: Tensor) -> Tensors:
+        """Return client state that depends on the silo's training labels alone: log π_k, if it is used."""
+        if not self.uses_label_prior:
+            return {}
+        return {LOG_PRIOR: compute_log_prior(torch.bincount(y.cpu(), minlength=cast(int, net.num_classes)))}
+
+    @property
     def eval_splits(self) -> Sequence[Split]:
         """Splits on which a silo evaluates the model it received."""
         return ("train", "validation", "test") if self.evaluate_train else ("validation", "test")
@@ -314,6 +333,11 @@ class FedAvg:
     def evaluate(self, model: ClientModel, batch: Batch) -> Tensors:
         """Return sums from which all metrics follow."""
         return compute_metric_sums(model, batch, self.mc_samples)
+
+
+def compute_task_loss(model: ClientModel, logits: Tensor, y: Tensor) -> Tensor:
+    """Return L_task of a silo's own labeled examples, with its logit adjustment, if there is one."""
+    return ensemble_cross_entropy(adjust_logits(model, logits), y)
 
 
 def ensemble_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:

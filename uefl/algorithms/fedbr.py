@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uefl.algorithms.fedavg import FedAvg, ensemble_cross_entropy
+from uefl.algorithms.fedavg import FedAvg, compute_task_loss
 from uefl.algorithms.noise_images import make_noise_images, resize_like
 from uefl.algorithms.requirements import require_single_network
 from uefl.core import noise_addresses as addresses
@@ -140,7 +140,7 @@ class FedBR(FedAvg):
     def loss(self, model: ClientModel, batch: Batch) -> Tensor:
         """Return the loss of the minimization step: L = CE + μ T + λ CE(pseudo-images, no class)."""
         outputs = self.compute_outputs(model, batch)
-        task = ensemble_cross_entropy(outputs.logits.unsqueeze(0), batch.y)
+        task = compute_task_loss(model, outputs.logits.unsqueeze(0), batch.y)
         contrast = self.contrastive_loss(model, outputs)
         return task + self.mu * contrast + self.lam * F.cross_entropy(outputs.pseudo_logits, outputs.pseudo_targets)
 

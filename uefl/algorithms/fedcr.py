@@ -30,6 +30,7 @@ from uefl.core.federation import (
     Update,
 )
 from uefl.core.field_rules import setting
+from uefl.core.label_prior import adjust_logits
 from uefl.core.local import clip_grad_norm
 from uefl.models.gaussian import Gaussian, kl_divergence
 
@@ -114,7 +115,7 @@ class FedCR(FedAvg):
         shape = (self.train_draws, *q.mean.shape)  # the code is drawn J times, the body runs once
         z = model.call("classifier.sample", q.mean.expand(shape), q.deviation.expand(shape))
         logits = model.call("classifier.head", z)  # [J, B, C]
-        task = F.cross_entropy(logits.flatten(0, 1), batch.y.repeat(self.train_draws))
+        task = F.cross_entropy(adjust_logits(model, logits).flatten(0, 1), batch.y.repeat(self.train_draws))
         # β KL(prior ‖ code): priors become so narrow that the reverse divergence would explode
         prior = Gaussian(
             F.embedding(batch.y, model.extras[PRIOR_MEAN]), F.embedding(batch.y, model.extras[PRIOR_DEVIATION])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value
 
-from uefl.algorithms.fedavg import FedAvg, ensemble_cross_entropy
+from uefl.algorithms.fedavg import FedAvg, compute_task_loss
 from uefl.algorithms.requirements import require_single_network
 from uefl.algorithms.round_record import record_query_cost
 from uefl.core.aggregate import sum_tensors
@@ -92,7 +92,8 @@ def classifier_gradient_and_loss(model: ClientModel, batch: Batch) -> tuple[Tens
     features = model.call("extract_features", batch.x)
 
     def task(head: Tensors) -> Tensor:
-        return ensemble_cross_entropy(model.with_params(head).call("classifier", features).unsqueeze(0), batch.y)
+        logits = model.with_params(head).call("classifier", features)
+        return compute_task_loss(model, logits.unsqueeze(0), batch.y)
 
     head = {n: p for n, p in model.params.items() if n.startswith(CLASSIFIER_PREFIX)}
     found: tuple[Tensors, Tensor] = grad_and_value(task)(head)

@@ -71,5 +71,5 @@ class FedSR(FedAvg):
         # L = CE + α_L2R E‖z‖ + α_CMI E KL(N(C₀μ, C₀²σ²) ‖ N(r_μ[y], σ_r[y]²)); the norm is not squared
         norm: Tensor = torch.linalg.vector_norm(z, dim=-1).mean()
         divergence = kl_divergence(model.call("prior.scale_code", q), model.call("prior", batch.y)).mean()
-        task = self.task_and_code_loss(logits.unsqueeze(0), quantized, batch)
+        task = self.task_and_code_loss(model, logits.unsqueeze(0), quantized, batch)
         return task + self.l2r * norm + self.cmi * divergence

@@ -36,6 +36,10 @@ class Centralized(FedAvg):
     network_unsupported_reason: ClassVar[str] = "it needs all data in one place"
     validates_untrained_silos: ClassVar[bool] = True  # the central silo trains on their images
 
+    @property
+    def uses_label_prior(self) -> bool:
+        return False  # one prior for all data is a constant, which the last layer's bias contains
+
     def prepare_silos(self, silos: Sequence[Silo]) -> Sequence[Silo]:
         without_training = [replace(s, train=Examples(s.train.x[:0], s.train.y[:0])) for s in silos]
         ordered = sorted(silos, key=lambda s: s.name)  # the result does not depend on the order of silos

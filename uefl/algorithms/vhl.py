@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from uefl.algorithms.fedavg import FedAvg, ensemble_cross_entropy
+from uefl.algorithms.fedavg import FedAvg, compute_task_loss
 from uefl.algorithms.noise_images import make_noise_images, resize_like
 from uefl.algorithms.requirements import require_single_network
 from uefl.core import noise_addresses as addresses
@@ -74,7 +74,7 @@ class VHL(FedAvg):
         z = model.call("encode_and_quantize", x).z  # [2B, l, d]
         logits, features = model.call("classifier", z.flatten(1)), z.mean(1)  # [2B, C + V], [2B, d]
         # L = CE(real) + CE(virtual, shifted labels) + L_align + 0.1 L_virt
-        real = ensemble_cross_entropy(logits[:n].unsqueeze(0), batch.y)
+        real = compute_task_loss(model, logits[:n].unsqueeze(0), batch.y)
         total = real + self.virtual_weight * F.cross_entropy(logits[n:], v + logits.shape[-1] // 2)
         if batch.epoch >= self.align_epochs:
             return total

@@ -247,6 +247,9 @@ class Method(Protocol):
     def initial_client_state(self, net: nn.Module, noise_key: int) -> Tensors:
         """Return client state before the first training. Tensors it does not name start as the network's."""
 
+    def compute_label_state(self, net: nn.Module, y: Tensor) -> Tensors:
+        """Return client state that a silo computes anew from its training labels for every message."""
+
 
 class Clients(Protocol):
     """An engine is anything with these members. It decides where clients run, never what they learn."""

@@ -18,6 +18,7 @@ from uefl.core.codebook import count_codewords, perplexity
 from uefl.core.discrimination import Estimate, auprc, auroc, count_scores, has_both_classes, sensitivity_at
 from uefl.core.entropy_comparison import count_entropies
 from uefl.core.federation import Batch, ClientModel, Tensors, is_codeword_tensor
+from uefl.core.label_prior import adjust_logits
 from uefl.core.selective_risk import augrc, count_outcomes, risk_at_coverage
 from uefl.core.temperature import scale_nll, sum_nll_by_temperature
 from uefl.core.uncertainty import Uncertainty, brier_score, compute_uncertainty, ece, nll, reliability_sums
@@ -249,8 +250,8 @@ def compute_metric_sums(model: ClientModel, batch: Batch, mc_samples: int) -> Te
     prediction = model.call("predict_with_samples", batch.x, mc_samples)
     outputs = BatchOutputs(
         batch.y,
-        prediction.logits.softmax(-1).mean(0),
-        compute_uncertainty(prediction.sampled_logits.softmax(-1)),
+        adjust_logits(model, prediction.logits).softmax(-1).mean(0),
+        compute_uncertainty(adjust_logits(model, prediction.sampled_logits).softmax(-1)),
         prediction.commitment_loss.detach(),
         prediction.codeword_indices,
         next((len(codewords) for name, codewords in model.params.items() if is_codeword_tensor(name)), 0),

@@ -156,7 +156,7 @@ class SerialEngine:
         access_row = broadcast.access[broadcast.silo_names.index(name)]
         model_state = gather_accessible_rows(broadcast.model_state, access_row)
         client_state = self.client_states.get(name) or self._make_client_state(method, name)
-        client_state = drop_stale_optimizer_state(client_state, access_row)
+        client_state = drop_stale_optimizer_state(client_state, access_row) | self._make_label_state(method, name)
         initial_tensors = self._get_initial_tensors(name)
         local_tensors = {n: client_state.get(n, initial_tensors[n]) for n in method.client_state_names(self.net)}
         initialized = method.initialize_client(initial_tensors, model_state, client_state)
@@ -198,6 +198,11 @@ class SerialEngine:
         noise_key = self._derive_key(name, addresses.INITIAL_CLIENT_STATE)
         client_state = method.initial_client_state(self.net, noise_key)
         return {n: t.to(self.device, self.dtype) for n, t in client_state.items()}
+
+    def _make_label_state(self, method: Method, name: str) -> Tensors:
+        """Return the client state that follows from this silo's training labels."""
+        label_state = method.compute_label_state(self.net, self.silos[name].train.y)
+        return {n: t.to(self.device, self.dtype) for n, t in label_state.items()}
 
     def _train_silo(self, method: Method, model: ClientModel, broadcast: Broadcast, name: str) -> int:
         """Train locally and return the number of steps."""

@@ -146,8 +146,9 @@ class SiloModels:
 
     @property
     def has_own_parts(self) -> bool:
-        """Whether the models of silos differ: by their codewords or by personal tensors."""
-        return bool(self.personal_names) or not bool((self.access == self.access[:1]).all())
+        """Whether the models of silos differ: by their codewords, personal tensors or label priors."""
+        has_own_tensors = bool(self.personal_names) or self.method.uses_label_prior
+        return has_own_tensors or not bool((self.access == self.access[:1]).all())
 
     @property
     def personal_names(self) -> list[str]:
@@ -169,6 +170,9 @@ class SiloModels:
                 raise ValueError(f"{min(missing)} is not in the file")
         except (AttributeError, ValueError) as e:
             raise InputError(f"the encoder or method does not fit this model: {e}") from None
+        label_counts = self.description.silos.get(silo_name, SiloFacts()).label_counts
+        if silo_name and self.method.uses_label_prior and not label_counts:
+            raise InputError(f"the labels of silo {silo_name} stayed at the silo; use the copy that the silo wrote")
         return TrainedModel(
             net,
             self.description.input_format,
@@ -179,7 +183,7 @@ class SiloModels:
             round=self.description.round,
             precision=self.description.precision,
             device=device,
-            label_counts=self.description.silos.get(silo_name, SiloFacts()).label_counts,
+            label_counts=label_counts,
             models=self,
         )
 
@@ -259,6 +263,5 @@ def _read_facts(values: Mapping[str, Any]) -> SiloFacts:
 
 def _name_outputs(class_names: Sequence[str], net: nn.Module) -> tuple[str, ...]:
     """Return the names of the network's outputs: VHL also has one virtual class per class, which is no answer."""
-    member = net.members[0] if hasattr(net, "members") else net  # type: ignore[index]
-    num_outputs = int(getattr(member, "num_classes", len(class_names)))
+    num_outputs = int(getattr(net, "num_classes", len(class_names)))
     return (*class_names, *(f"virtual {name}" for name in class_names[: num_outputs - len(class_names)]))

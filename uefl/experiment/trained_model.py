@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from uefl.core import noise_addresses as addresses
 from uefl.core.errors import InputError
 from uefl.core.federation import iterate_batch_slices
+from uefl.core.label_prior import compute_log_prior
 from uefl.core.noise import derive_key, salt_noise_layers
 from uefl.core.uncertainty import compute_uncertainty
 from uefl.engines.serial import fork_rng, seed_noise, to_channels_last
@@ -85,6 +86,7 @@ class TrainedModel:
         self.input_format, self.classes, self.method = input_format, tuple(classes), method
         self.silo_name, self.seed, self.round = silo_name, seed, round
         self.label_counts = tuple(label_counts)
+        self._log_prior = self._compute_log_prior()
         self._models, self._noise_layers = models, salt_noise_layers(self.net)
 
     @property
@@ -92,6 +94,13 @@ class TrainedModel:
         """The silo's share of training examples per class, or None if only the silo knows it."""
         counts = np.array(self.label_counts, dtype=np.float64)
         return counts / counts.sum() if counts.sum() else None
+
+    def _compute_log_prior(self) -> Tensor:
+        """Return what is added to logits [C]: the silo's log π_k if the method adjusts logits, else zeros."""
+        counts = torch.zeros(len(self.classes), dtype=torch.float64)
+        if self.method.uses_label_prior:
+            counts[: len(self.label_counts)] = torch.tensor(self.label_counts, dtype=torch.float64)
+        return compute_log_prior(counts).to(self.device, self.dtype)
 
     @property
     def batch_size(self) -> int:
@@ -132,8 +141,8 @@ class TrainedModel:
         with fork_rng(self.device), torch.no_grad():
             seed_noise(self._noise_layers, key, self.device)
             prediction = self.net.predict_with_samples(to_channels_last(x), num_samples)
-        p = prediction.logits.softmax(-1).mean(0)
-        uncertainty = compute_uncertainty(prediction.sampled_logits.softmax(-1))
+        p = (prediction.logits + self._log_prior).softmax(-1).mean(0)
+        uncertainty = compute_uncertainty((prediction.sampled_logits + self._log_prior).softmax(-1))
         values = PredictionUncertainty(
             uncertainty.predictive_entropy.cpu().numpy(), uncertainty.mutual_information.cpu().numpy()
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -174,6 +174,7 @@ class Ensemble(nn.Module):
     def __init__(self, build: Callable[[], Net], ensemble_size: int) -> None:
         super().__init__()
         self.members = nn.ModuleList(build() for _ in range(ensemble_size))
+        self.num_classes = cast(Net, self.members[0]).num_classes
 
     def add_codebook(self, segments: int, num_codewords: int, **options: Any) -> Ensemble:
         for member in self.members:

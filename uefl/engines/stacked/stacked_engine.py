@@ -265,7 +265,7 @@ class StackedEngine(SerialEngine):
                 if is_codeword_tensor(n)
             }
             stored = self.client_states.get(name) or self._make_client_state(method, name)
-            stored = drop_stale_optimizer_state(stored, access_row)
+            stored = drop_stale_optimizer_state(stored, access_row) | self._make_label_state(method, name)
             initial_tensors = self._get_initial_tensors(name)
             initialized = method.initialize_client(initial_tensors, received, stored)
             local_tensors = initialized | {n: stored.get(n, initial_tensors[n]) for n in local_names}
