@@ -35,7 +35,6 @@ COMMON: Row = {
     "model.ensemble_size": 1,
     "data.validation_fraction": 0.1,
     "method.mc_samples": 20,
-    "method.batch_norm": "average",
     "method.local.schedule": "constant",
     "method.local.reset_optimizer": True,
     "method.aggregation_weights": "num_examples",
