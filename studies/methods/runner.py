@@ -23,6 +23,7 @@ from uefl.core.metrics import TABLE_METRICS, mean_metric
 from uefl.experiment import records
 from uefl.experiment.experiment import RESULTS_VERSION, Experiment
 from uefl.experiment.grouped_runs import group_by_seed, run_seeds
+from uefl.experiment.parallel_runs import choose_workers
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION
 from uefl.experiment.run import Event
 from uefl.experiment.run_folder import RunFolder
@@ -45,7 +46,7 @@ class StudyResources(NamedTuple):
     engine: str
     out: Path  # folder of run folders
     stop_time: float  # time.time() at which runs stop; the same command resumes them
-    workers: int
+    workers: int  # 0: as many as the device allows
 
 
 class StudyRun(NamedTuple):
@@ -179,6 +180,7 @@ def run_parallel(runs: Sequence[StudyRun], resources: StudyResources, path: Path
     numbered = group_by_seed({str(i): run_.experiment for i, run_ in enumerate(todo)})
     groups = [[todo[int(i)] for i in group] for group in numbered]
     # Processes are reused: importing torch and initializing a GPU takes as long as some runs.
+    resources = resources._replace(workers=choose_workers(resources.workers, len(groups), resources.device))
     with ProcessPoolExecutor(min(resources.workers, len(groups)), get_context("spawn"), _limit_threads) as pool:
         futures = {pool.submit(_execute_runs, group, resources, os.getpid()): group for group in groups}
         for future in as_completed(futures):

