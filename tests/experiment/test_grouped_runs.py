@@ -71,15 +71,17 @@ def test_groups_differ_in_their_seed_alone(experiments):
     assert [list(group) for group in groups] == [["a", "c"], ["b"]]
 
 
-def test_folds_of_one_seed_end_in_one_stack_as_alone(tmp_path):
+def test_folds_end_in_stacks_as_alone_also_with_other_columns(tmp_path):
     settings = ["train_per_silo=60", "width=8", "hidden_size=8", "rounds=2", "iterations=1", "mc_samples=3"]
     folds = {}
-    for fold in ("1/3", "2/3"):
+    for fold in ("1/3", "2/3", "3/3"):
         (folds[fold],) = parse_experiments(
             ["fedavg", "heart", f"fold={fold}", *settings, "precision=float64"], [], "default"
         ).values()
-    assert [list(group) for group in group_by_seed(folds)] == [["1/3", "2/3"]]
+    assert [list(group) for group in group_by_seed(folds)] == [["1/3", "2/3", "3/3"]]
     folders = run_seeds(folds, tmp_path / "stack", engine="stacked", on_event=ignore)
+    shapes = [RunFolder(folder).read_header()["input_shape"] for folder in folders.values()]
+    assert shapes[0] == shapes[2] != shapes[1], "one fold has a column more, and needs a stack of its own"
     assert read_accuracies(folders["1/3"]) != read_accuracies(folders["2/3"])
     for name, folder in folders.items():
         alone = run(folds[name], tmp_path / "alone", engine="serial")

@@ -61,31 +61,36 @@ def run_seeds(
         prepare = partial(prepare_run, device=device, images=images)
         first = prepare(experiments[names[0]], engine=engine, on_event=lambda _: None)
         if first.context.engine == "stacked":
-            stack = SeedStack(**make_engine_settings(first), **make_engine_listeners(partial(on_event, names[0])))
-            return _run_in_one_stack(stack, experiments, root, partial(prepare, engine="stacked"), on_event)
+            runs = {n: prepare(experiments[n], engine="stacked", on_event=partial(on_event, n)) for n in names}
+            folders: dict[str, Path] = {}
+            for group in _group_by_shape(runs):
+                folders |= _run_in_one_stack(group, root, on_event)
+            return {name: folders[name] for name in names}
     return {
         name: run(experiments[name], root, device=device, engine=engine, on_event=partial(on_event, name))
         for name in names
     }
 
 
+def _group_by_shape(runs: Mapping[str, PreparedRun]) -> list[dict[str, PreparedRun]]:
+    """Return groups with inputs of one shape: a table has a column for a missing value that its training rows have."""
+    shapes = dict.fromkeys(run_.context.input_shape for run_ in runs.values())
+    return [{n: run_ for n, run_ in runs.items() if run_.context.input_shape == shape} for shape in shapes]
+
+
 def _run_in_one_stack(
-    stack: SeedStack,
-    experiments: Mapping[str, Experiment],
-    root: Path,
-    prepare: Callable[..., PreparedRun],
-    on_event: Callable[[str, Event], None],
+    runs: Mapping[str, PreparedRun], root: Path, on_event: Callable[[str, Event], None]
 ) -> dict[str, Path]:
-    folders: dict[str, Path] = {}
+    first, folders = next(iter(runs)), dict[str, Path]()
+    stack = SeedStack(**make_engine_settings(runs[first]), **make_engine_listeners(partial(on_event, first)))
 
-    def run_seed(name: str) -> None:
-        listener = partial(on_event, name)
-        prepared = prepare(experiments[name], on_event=listener)
-
+    def run_seed(name: str, prepared: PreparedRun) -> None:
         def open_clients() -> nullcontext[Engine]:
             return nullcontext(stack.open_clients(prepared.silos, prepared.net, prepared.experiment.seed))
 
-        folders[name] = run_with_clients(prepared.experiment, root, prepared.context, open_clients, listener)
+        folders[name] = run_with_clients(
+            prepared.experiment, root, prepared.context, open_clients, partial(on_event, name)
+        )
 
-    stack.run([partial(run_seed, name) for name in experiments])
-    return {name: folders[name] for name in experiments}
+    stack.run([partial(run_seed, name, prepared) for name, prepared in runs.items()])
+    return folders
