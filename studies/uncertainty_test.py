@@ -152,7 +152,7 @@ def minority(
     found = sum(any(not name.startswith(MAJORITY) for name in run["reported"]) for run in runs)
     interval = compute_interval(found, len(runs))
     write_record(
-        out, {"part": "minority", "settings": MINORITY_SETTINGS, "found": found, "interval": interval, "runs": runs}
+        out, {"part": "minority", "arguments": MINORITY_SETTINGS, "found": found, "interval": interval, "runs": runs}
     )
     typer.echo(f"found in {found} of {len(runs)} runs, 95 % interval {interval}")
 
