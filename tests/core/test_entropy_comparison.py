@@ -112,3 +112,12 @@ def test_time_is_bounded_for_any_number_of_examples():
     assert time.process_time() - started < 5
     assert {c.p_value for c in found.values()} == {1.0}
     assert MAX_EXAMPLES >= 9 * 500
+
+
+def test_p_values_never_fall_with_the_statistic():
+    """A silo of two examples reaches large statistics by chance, and so does one with a smaller statistic."""
+    generator = torch.Generator().manual_seed(5)
+    for i in range(20):
+        found = sorted(compare_entropies(draw_histograms([2, 3, 40, 60], generator), i, 199).values())
+        p_values = [c.p_value for c in found]
+        assert p_values == sorted(p_values, reverse=True)

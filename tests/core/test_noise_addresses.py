@@ -35,6 +35,8 @@ FROZEN = {
     "PUBLIC_IMAGES": "public",
     "PUBLIC_ORDER": "public order",
     "PUBLIC_STEP": "public step",
+    "SILO_PERMUTATIONS": "silo permutations",
+    "RANDOM_RECEIVERS": "random receivers",
 }
 
 

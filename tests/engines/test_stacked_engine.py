@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from uefl.algorithms import METHODS
-from uefl.algorithms.extensible_codebook import ExtensibleCodebook
+from uefl.algorithms.extensible_codebook import Extend, ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
@@ -65,6 +65,14 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
     "augmentation": (UEFL_METHOD, {"augment": "crop:2+flip"}),
     "fedprox with a codebook": (METHODS["fedprox"](**SHORT_RUN, codebook=ALWAYS_EXTENDED), {}),
     **{name: (make_short_method(METHODS[name]), {}) for name in OTHER_METHODS},
+    **{
+        f"extend={extend}": (
+            UEFL(**{**SHORT_RUN, "iterations": 3}, codebook=replace(ALWAYS_EXTENDED, extend=extend)),
+            {},
+        )
+        for extend in get_args(Extend)
+        if extend not in ("none", "uncertain")  # vq-fedavg and all of the above
+    },
     "vq-fedavg": (METHODS["vq-fedavg"](**SHORT_RUN, codebook=replace(ALWAYS_EXTENDED, extend="none")), {}),
 }
 

@@ -17,7 +17,7 @@ from uefl.algorithms.codeword_access import INITIAL_SIZE
 from uefl.core import noise_addresses as addresses
 from uefl.core.entropy_comparison import NUM_PERMUTATIONS, compare_entropies
 from uefl.core.federation import Clients, ServerState, Tensors
-from uefl.core.metrics import ENTROPY_COUNTS, compute_metrics
+from uefl.core.metrics import ENTROPY_COUNTS, Metrics, compute_metrics
 from uefl.core.noise import derive_key
 
 if TYPE_CHECKING:
@@ -42,30 +42,48 @@ def report_uncertain_silos(
     server: ServerState,
     validation: Mapping[str, Tensors],
 ) -> tuple[ServerState, UncertaintyReport]:
-    """Test which silos are uncertain, given the metric sums of their validation examples."""
-    test, metrics = codebook.uncertainty_test, {name: compute_metrics(sums) for name, sums in validation.items()}
-    entries: dict[str, Any] = {"test": test, "extend": codebook.extend}
-    statistics: dict[str, dict[str, float]] = {}
-    if test == "permutation":
-        server, silos = _evaluate_shared_codewords(method, clients, server, validation)
-        level = codebook.uncertainty_level / max(method.iterations - 1, 1)  # Bonferroni over the planned decisions
-        num_permutations = max(NUM_PERMUTATIONS, math.ceil(_PERMUTATIONS_PER_LEVEL / level) - 1)
-        noise_key = derive_key(clients.seed, server.round, addresses.SILO_PERMUTATIONS)
-        metrics = {name: compute_metrics(sums) for name, sums in silos.items()}
-        histograms = {n: silos[n][ENTROPY_COUNTS] for n, m in metrics.items() if math.isfinite(m["entropy"])}
-        comparisons = compare_entropies(histograms, noise_key, num_permutations)
-        statistics = {name: comparison._asdict() for name, comparison in comparisons.items()}
-        entries |= {"level": codebook.uncertainty_level, "level_per_decision": level}
-    elif test == "standard_errors":
-        entries["min_standard_errors"] = codebook.min_standard_errors
-    uncertain = codebook.find_uncertain_silos(
-        metrics, min_standard_errors=codebook.min_standard_errors if test == "standard_errors" else 0.0
-    )
-    if test == "permutation":
-        uncertain = tuple(n for n in uncertain if n in statistics and statistics[n]["p_value"] <= level)
-    entries["threshold"] = codebook.compute_threshold(metrics)
-    entries["silos"] = {n: {"entropy": m["entropy"], **statistics.get(n, {})} for n, m in metrics.items()}
-    return server, UncertaintyReport(uncertain, entries)
+    """Report which silos are uncertain, given the metric sums of their validation examples."""
+    if codebook.uncertainty_test != "permutation":
+        return server, _report_by_threshold(codebook, validation)
+    server, shared = _evaluate_shared_codewords(method, clients, server, validation)
+    noise_key = derive_key(clients.seed, server.round, addresses.SILO_PERMUTATIONS)
+    return server, report_by_permutation(codebook, shared, noise_key, num_decisions=max(method.iterations - 1, 1))
+
+
+def report_by_permutation(
+    codebook: ExtensibleCodebook, validation: Mapping[str, Tensors], noise_key: int, num_decisions: int
+) -> UncertaintyReport:
+    """Report the silos that the permutation test finds, among those above the threshold."""
+    metrics = {name: compute_metrics(sums) for name, sums in validation.items()}
+    level = codebook.uncertainty_level / num_decisions  # Bonferroni over the planned decisions of a run
+    num_permutations = max(NUM_PERMUTATIONS, math.ceil(_PERMUTATIONS_PER_LEVEL / level) - 1)
+    histograms = {n: validation[n][ENTROPY_COUNTS] for n, m in metrics.items() if math.isfinite(m["entropy"])}
+    comparisons = compare_entropies(histograms, noise_key, num_permutations)
+    above = codebook.find_uncertain_silos(metrics, min_standard_errors=0.0)
+    uncertain = tuple(name for name in above if name in comparisons and comparisons[name].p_value <= level)
+    entries = {"level": codebook.uncertainty_level, "level_per_decision": level}
+    return _make_report(codebook, metrics, uncertain, entries, {n: c._asdict() for n, c in comparisons.items()})
+
+
+def _report_by_threshold(codebook: ExtensibleCodebook, validation: Mapping[str, Tensors]) -> UncertaintyReport:
+    """Report the silos above the threshold, and by how many standard errors if these are tested."""
+    metrics = {name: compute_metrics(sums) for name, sums in validation.items()}
+    num_errors = codebook.min_standard_errors if codebook.uncertainty_test == "standard_errors" else 0.0
+    uncertain = codebook.find_uncertain_silos(metrics, min_standard_errors=num_errors)
+    return _make_report(codebook, metrics, uncertain, {"min_standard_errors": num_errors}, {})
+
+
+def _make_report(
+    codebook: ExtensibleCodebook,
+    metrics: Mapping[str, Metrics],
+    uncertain_silos: tuple[str, ...],
+    entries: Mapping[str, float],
+    statistics: Mapping[str, Mapping[str, float]],
+) -> UncertaintyReport:
+    settings = {"test": codebook.uncertainty_test, "extend": codebook.extend}
+    silos = {name: {"entropy": m["entropy"], **statistics.get(name, {})} for name, m in metrics.items()}
+    threshold = codebook.compute_threshold(metrics)
+    return UncertaintyReport(uncertain_silos, {**settings, **entries, "threshold": threshold, "silos": silos})
 
 
 def _evaluate_shared_codewords(

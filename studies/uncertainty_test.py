@@ -1,0 +1,161 @@
+"""Measure the test of uncertain silos: how often it reports somebody by chance, and how often it finds a minority.
+
+`python -m studies.uncertainty_test chance` trains one network with dropout on the embedded digits and divides held-out
+digits at random into nine silos, 400 times: nobody is more uncertain, so every report is false. At level 0.05 at most
+29 of 400 federations may have one (20 expected, two standard errors).
+`python -m studies.uncertainty_test minority` trains UEFL up to its first decision on five silos, three of them upright
+and two rotated by other angles each, once per seed: a run counts if a silo of a minority is reported. At least 80 % of
+runs shall count. Both append a record with the command to results/uncertainty-test.jsonl.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from scipy.stats import beta  # type: ignore[import-untyped]
+from torch import Tensor
+
+from uefl import __version__
+from uefl.algorithms.extensible_codebook import ExtensibleCodebook
+from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.uncertainty_report import report_by_permutation
+from uefl.core.federation import Batch, ClientModel, Examples, Tensors
+from uefl.core.local import LocalTraining
+from uefl.core.metrics import compute_metric_sums
+from uefl.core.noise import derive_key, permutation, salt_noise_layers, set_noise_key, uniform
+from uefl.data.config import DataConfig
+from uefl.engines.serial import SerialEngine
+from uefl.experiment.experiment import Experiment
+from uefl.experiment.parsing import parse_experiments, parse_seeds
+from uefl.experiment.records import append_records, list_uncertain_silos
+from uefl.experiment.rounds import iterate_rounds
+from uefl.models.model_config import ModelConfig
+
+RECORDS = Path("results/uncertainty-test.jsonl")
+NUM_FEDERATIONS, NUM_SILOS, SMALLEST, LARGEST, MAX_REPORTS = 400, 9, 100, 400, 29
+NUM_HELD_OUT, NUM_TRAIN, MC_SAMPLES = 3600, 1000, 20
+MINORITY_SETTINGS = [
+    *("num_silos=3,1,1", "shifts=none,rotate:-50,rotate:120", "train_per_silo=800", "test_per_silo=100"),
+    *("validation_fraction=0.25", "rounds=5", "epochs=2"),
+]
+MAJORITY = "D1"  # the name of the first domain begins the names of its silos
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+def train_once(seed: int = 0, num_train: int = NUM_TRAIN, rounds: int = 8) -> tuple[ClientModel, Tensor, Tensor]:
+    """Train one network with dropout on some digits; return it with held-out digits and their labels."""
+    data = DataConfig(num_silos=(1,), shifts=("none",), train_per_silo=num_train, test_per_silo=NUM_HELD_OUT)
+    silos, images = data.load(seed)
+    method = FedAvg(rounds=rounds, iterations=1, local=LocalTraining(lr=2e-3, batch_size=64, epochs=2), mc_samples=1)
+    model = ModelConfig(width=16, hidden_size=128)
+    experiment = Experiment(method=method, data=data, model=model, seed=seed)
+    net = experiment.build_network(tuple(silos[0].test.x.shape[1:]), len(images.classes))
+    x, y = silos[0].test
+    short = [replace(silos[0], test=Examples(x[:50], y[:50]))]  # metrics of the rounds are not used
+    *_, server = iterate_rounds(method, SerialEngine(short, net, seed=seed))
+    net.load_state_dict(server.model_state)
+    return ClientModel(net.eval(), dict(net.named_parameters())), x, y
+
+
+def compute_example_sums(model: ClientModel, x: Tensor, y: Tensor) -> list[Tensors]:
+    """Return the metric sums of every example by itself, so that those of any silo are their sum."""
+    sums, noise_layers = [], salt_noise_layers(model.net)
+    with torch.no_grad():
+        for i in range(len(y)):
+            set_noise_key(noise_layers, derive_key("dropout of example", i))
+            sums.append(compute_metric_sums(model, Batch(x[i : i + 1], y[i : i + 1]), MC_SAMPLES))
+    return sums
+
+
+def draw_silos(seed: int, num_examples: int) -> list[Tensor]:
+    """Draw nine silos of different sizes from the examples, without replacement."""
+    order = permutation(derive_key(seed, "order of examples"), num_examples)
+    sizes = SMALLEST + (uniform(derive_key(seed, "sizes of silos"), (NUM_SILOS,)) * (LARGEST - SMALLEST)).long()
+    return list(torch.split(order[: int(sizes.sum())], sizes.tolist()))
+
+
+def count_false_reports(sums: list[Tensors], num_federations: int) -> list[dict[str, Any]]:
+    """Return the federations in which a silo is reported, with the silos and their p-values."""
+    stacked = {name: torch.stack([s[name] for s in sums]) for name in sums[0] if name != "codeword_counts"}
+    stacked["codeword_counts"] = torch.zeros(len(sums), 1, 0)
+    codebook, reports = ExtensibleCodebook(), []
+    for seed in range(num_federations):
+        silos = {
+            f"silo {k}": {name: values[chosen].sum(0) for name, values in stacked.items()}
+            for k, chosen in enumerate(draw_silos(seed, len(sums)))
+        }
+        report = report_by_permutation(codebook, silos, derive_key(seed, "permutations"), num_decisions=1)
+        if report.uncertain_silos:
+            p_values = {name: report.entries["silos"][name]["p_value"] for name in report.uncertain_silos}
+            reports.append({"federation": seed, "p_values": p_values})
+    return reports
+
+
+def compute_interval(found: int, total: int) -> tuple[float, float]:
+    """Return the interval of Clopper and Pearson (95 %) of a share."""
+    low = float(beta.ppf(0.025, found, total - found + 1)) if found else 0.0
+    return low, float(beta.ppf(0.975, found + 1, total - found)) if found < total else 1.0
+
+
+def find_minority(seed: int, device: str, settings: list[str]) -> dict[str, Any]:
+    """Train up to the first decision; return which silos it reports and what it is based on."""
+    (experiment,) = parse_experiments(["uefl", *settings, f"seed={seed}"], (), "default").values()
+    silos, images = experiment.data.load(seed)
+    method = experiment.method
+    net = experiment.build_network(tuple(silos[0].test.x.shape[1:]), len(images.classes))
+    clients = SerialEngine(method.prepare_silos(silos), net, seed=seed, device=device)
+    *_, server = iterate_rounds(method, clients, num_rounds=method.rounds)
+    (record,) = (r for r in server.completed_records if r.get("has_decision"))
+    return {"seed": seed, "reported": list_uncertain_silos(record), "decision": record["decision"]}
+
+
+def write_record(out: Path, record: dict[str, Any]) -> None:
+    command = shlex.join(["python", "-m", "studies.uncertainty_test", *sys.argv[1:]])
+    append_records(out, [{"command": command, "uefl": __version__, "torch": torch.__version__, **record}])
+
+
+@app.command()
+def chance(
+    federations: Annotated[int, typer.Option(help="Federations of one distribution.")] = NUM_FEDERATIONS,
+    out: Annotated[Path, typer.Option(help="File of records.")] = RECORDS,
+) -> None:
+    """Count the federations of one distribution in which some silo is reported."""
+    sums = compute_example_sums(*train_once())
+    accuracy = sum(float(s["correct"]) for s in sums) / len(sums)
+    reports = count_false_reports(sums, federations)
+    interval = compute_interval(len(reports), federations)
+    record = {"part": "chance", "federations": federations, "reports": len(reports), "interval": interval}
+    write_record(out, {**record, "accuracy": accuracy, "federations with a report": reports})
+    typer.echo(f"{len(reports)} of {federations} federations have a report, 95 % interval {interval}")
+    if federations == NUM_FEDERATIONS and len(reports) > MAX_REPORTS:
+        raise typer.Exit(1)
+
+
+@app.command()
+def minority(
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2,3,4",
+    device: Annotated[str, typer.Option(help="Device of PyTorch.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="File of records.")] = RECORDS,
+) -> None:
+    """Count the runs in which a silo of a rotated minority is reported."""
+    runs = []
+    for seed in parse_seeds(seeds):
+        runs.append(find_minority(seed, device, MINORITY_SETTINGS))
+        typer.echo(f"seed {seed}: reported {', '.join(runs[-1]['reported']) or 'none'}")
+    found = sum(any(not name.startswith(MAJORITY) for name in run["reported"]) for run in runs)
+    interval = compute_interval(found, len(runs))
+    write_record(
+        out, {"part": "minority", "arguments": MINORITY_SETTINGS, "found": found, "interval": interval, "runs": runs}
+    )
+    typer.echo(f"found in {found} of {len(runs)} runs, 95 % interval {interval}")
+
+
+if __name__ == "__main__":
+    app()
