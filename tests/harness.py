@@ -131,7 +131,9 @@ def make_batch(n: int = 12, dtype: torch.dtype = torch.float64) -> Batch:
 
 LOCAL = LocalTraining(lr=3e-3, batch_size=8, epochs=1, eval_batch_size=16)
 SHORT_RUN: dict[str, Any] = {"rounds": 3, "extra_rounds": 2, "iterations": 2, "mc_samples": 4, "local": LOCAL}
-SMALL_CODEBOOK = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, min_standard_errors=0.0, gamma=0.0)
+SMALL_CODEBOOK = ExtensibleCodebook(
+    num_codewords=6, segments=2, warmup_rounds=1, min_standard_errors=0.0, gamma=0.0, min_examples=1
+)
 SMALL_FIELDS = {"fedcr": {"code_size": 8, "train_draws": 3, "eval_draws": 4}, "vhl": {"images_per_class": 5}}
 
 # Every method that is neither FedAvg nor built around a codebook nor a reference, and those that accept a codebook.

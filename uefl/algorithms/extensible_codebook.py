@@ -70,6 +70,12 @@ class ExtensibleCodebook(CodebookHooks):
     new_codeword_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "New codewords: centroids of the silo's features, or Gaussian noise (Table 15)."
     )
+    min_examples: int = setting(
+        10,
+        "Examples, or groups such as patients, behind every K-means centroid that leaves a silo; centroids with fewer "
+        "are merged (D30).",
+        at_least=1,
+    )
     gamma: float = setting(
         0.1, "Threshold γ: a silo is uncertain if e_k > (1 + γ) times the reference.", at_least=0, finite=False
     )
@@ -262,5 +268,10 @@ class ExtensibleCodebook(CodebookHooks):
         return evaluate_targets(method, clients, server, evaluations, self.target_access)
 
     def client_tasks(self, method: FedAvg) -> Mapping[str, ClientTask]:
-        compute = partial(compute_centroids, batch_size=method.local.eval_batch_size)
-        return {"compute_centroids": ClientTask(compute, needs_full_split=True, find_error=find_centroid_error)}
+        task = ClientTask(
+            partial(compute_centroids, batch_size=method.local.eval_batch_size, min_examples=self.min_examples),
+            needs_full_split=True,
+            find_error=partial(find_centroid_error, num_blank=self.min_examples),
+            num_blank=self.min_examples,
+        )
+        return {"compute_centroids": task}

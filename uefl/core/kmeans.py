@@ -78,7 +78,7 @@ def _run_lloyd(points: Tensor, weights: Tensor, centroids: Tensor, iterations: i
     norms = points.square().sum(1)
     for _ in range(iterations):
         label, distance = assign_points(points, centroids, norms)
-        moved = _compute_means(points, weights, label, centroids)
+        moved = compute_cluster_means(points, weights, label, centroids)
         moved = _refill_empty_clusters(points, weights, moved, label, distance)
         if torch.equal(moved, centroids):
             break
@@ -138,7 +138,7 @@ def _squared_distances(transposed: Tensor, norms: Tensor, indices: Tensor) -> Te
     return distance.add_(norms).add_(norms[indices, None]).clamp_min_(0)
 
 
-def _compute_means(points: Tensor, weights: Tensor, label: Tensor, old: Tensor) -> Tensor:
+def compute_cluster_means(points: Tensor, weights: Tensor, label: Tensor, old: Tensor) -> Tensor:
     """Return the weighted mean of every cluster; an empty cluster keeps its centroid."""
     w, sums = weights.to(points.dtype), torch.zeros_like(old)
     mass = torch.zeros(len(old), dtype=points.dtype, device=points.device).index_add_(0, label, w)
