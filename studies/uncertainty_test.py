@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from scipy.stats import beta  # type: ignore[import-untyped]
+from scipy.stats import beta
 from torch import Tensor
 
 from uefl import __version__

@@ -133,7 +133,7 @@ LOCAL = LocalTraining(lr=3e-3, batch_size=8, epochs=1, eval_batch_size=16)
 SHORT_RUN: dict[str, Any] = {"rounds": 3, "extra_rounds": 2, "iterations": 2, "mc_samples": 4, "local": LOCAL}
 # γ = 0 without a test: every silo but the least uncertain one is reported as uncertain and extended.
 ALWAYS_UNCERTAIN: dict[str, Any] = {"gamma": 0.0, "min_standard_errors": 0.0, "uncertainty_test": "none"}
-SMALL_CODEBOOK = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, **ALWAYS_UNCERTAIN)
+SMALL_CODEBOOK = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, min_examples=1, **ALWAYS_UNCERTAIN)
 SMALL_FIELDS = {"fedcr": {"code_size": 8, "train_draws": 3, "eval_draws": 4}, "vhl": {"images_per_class": 5}}
 
 # Every method that is neither FedAvg nor built around a codebook nor a reference, and those that accept a codebook.

@@ -36,6 +36,7 @@ ADDED_SETTINGS: Mapping[str, Any] = {
     "method.codebook.codeword_gradient": "code",
     "method.codebook.gate": "none",
     "method.codebook.gate_value": 0.75,
+    "method.codebook.min_examples": 10,  # changes results; the notes of the page say so
 }
 
 

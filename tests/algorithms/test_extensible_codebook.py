@@ -293,6 +293,29 @@ def test_extension_leaves_all_present_tensors_and_access_unchanged(changes):
     assert torch.equal(after.access[:, :old_size], before.access)  # the first extension revokes nothing
 
 
+@pytest.mark.parametrize("codebook_init", ["kmeans", "gaussian"])
+def test_size_by_the_rule_equals_the_same_size_set(codebook_init):
+    """20 to 28 images of four tokens: a tenth of 22.5 is fewer than 16, the least number of codewords."""
+    by_rule = make_uefl(replace(SMALL_CODEBOOK, codebook_init=codebook_init, num_codewords=0, segments=0))
+    by_hand = make_uefl(replace(SMALL_CODEBOOK, codebook_init=codebook_init, num_codewords=16, segments=1))
+    one, other = (run_rounds(m, make_clients(m, ensemble_size=2))[0] for m in (by_rule, by_hand))
+    assert have_equal_bits(one.model_state, other.model_state)
+    assert torch.equal(one.access, other.access)
+    assert one.access.shape[1] > 16
+
+
+def test_size_by_the_rule_stays_when_numbers_of_examples_change():
+    method = make_uefl(replace(SMALL_CODEBOOK, codebook_init="gaussian", num_codewords=0))
+    clients = make_clients(method)
+    server = method.initialize_server(clients)
+    assert server.access.shape[1] == 16
+    clients.silos = {n: replace(s, train=Examples(*(t.repeat(90, *[1] * (t.dim() - 1)) for t in s.train)))
+                     for n, s in clients.silos.items()}  # fmt: skip
+    assert method.codebook.choose_size(clients.net, clients.num_examples.values()).num_codewords > 256
+    extended = method.codebook.extend_codebook(method, clients, server, ("ada", "bob"))
+    assert extended.access.shape[1] == 16 + 2 * 16
+
+
 def test_every_uncertain_silo_gets_its_own_codewords():
     method = make_uefl()
     before, after = run_iterations(method, make_clients(method))

@@ -30,3 +30,10 @@ def test_silo_receives_all_tensors_but_only_its_own_codewords():
     received = gather_accessible_rows(model_state, torch.tensor([True, False, False, True]))
     assert received["w"].tolist() == [1, 1, 1]
     assert received[f"members.0.{CODEWORDS_SUFFIX}"].flatten().tolist() == [0, 3]
+
+
+def test_groups_of_training_examples_stay_beside_them():
+    x, y, groups = torch.arange(60.0)[:, None], torch.arange(60) % 2, torch.arange(60) // 4 + 7
+    silo = Silo.from_tensors("ada", x, y, groups=groups)
+    assert silo.train_groups.tolist() == (silo.train.x[:, 0].long() // 4).tolist()
+    assert Silo.from_tensors("ada", x, y).train_groups is None

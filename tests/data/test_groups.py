@@ -48,6 +48,17 @@ def list_places(partitions: list[Partition], images: Images) -> dict[int, set[tu
     return places
 
 
+def test_silos_carry_the_groups_of_their_training_examples() -> None:
+    images = make_grouped_images()
+    config = make_config("domains")
+    partitions, silos = config.make_partitions(images, 0), config.make_silos(images, 0)
+    assert images.group_ids is not None
+    for partition, silo in zip(partitions, silos, strict=True):
+        assert silo.train_groups is not None
+        assert torch.equal(silo.train_groups, images.group_ids[partition.train])
+    assert make_config("domains").make_silos(replace(images, group_ids=None), 0)[0].train_groups is None
+
+
 @pytest.mark.parametrize("test_fraction", [0.0, 0.25])
 @pytest.mark.parametrize("partitioner", GROUPING)
 def test_no_group_is_divided(partitioner: str, test_fraction: float) -> None:

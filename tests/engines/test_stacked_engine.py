@@ -31,7 +31,9 @@ def make_encoder() -> nn.Module:
 
 
 make_engine = partial(make_clients, encoder_factory=make_encoder)
-ALWAYS_EXTENDED = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, gamma=0.0, min_standard_errors=0)
+ALWAYS_EXTENDED = ExtensibleCodebook(
+    num_codewords=6, segments=2, warmup_rounds=1, gamma=0.0, min_standard_errors=0, min_examples=1
+)
 UEFL_METHOD = UEFL(**SHORT_RUN, codebook=ALWAYS_EXTENDED)
 TASK_AND_GATE = replace(ALWAYS_EXTENDED, codeword_gradient="task", gate="learned")
 CLIPPED_SGD = LocalTraining(optimizer="sgd", lr=0.02, weight_decay=0.01, max_grad_norm=0.5, batch_size=8, epochs=2)
@@ -52,6 +54,10 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
     "local batch norm": (replace(UEFL_METHOD, batch_norm="local"), {}),
     "personal batch norm with a codebook": (replace(UEFL_METHOD, batch_norm="personal"), {}),
     "logit adjustment": (replace(UEFL_METHOD, logit_adjustment="local"), {}),
+    "codebook of enough examples per codeword": (
+        replace(UEFL_METHOD, codebook=replace(ALWAYS_EXTENDED, num_codewords=20, min_examples=10)),
+        {"ensemble_size": 2},
+    ),
     "ensemble": (UEFL_METHOD, {"ensemble_size": 2}),
     # AdamW would shrink a gate that has no gradient yet.
     "codebook with task gradient and learned gate": (

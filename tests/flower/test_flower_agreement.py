@@ -76,7 +76,8 @@ def test_batch_norm_that_stays_at_the_silo_agrees(name, batch_norm, tmp_path):
 
 
 def test_options_of_the_codebook_agree(tmp_path):
-    codebook = replace(make_experiment("uefl").method.codebook, codeword_gradient="task", gate="learned")
+    options = {"codeword_gradient": "task", "gate": "learned", "num_codewords": 0, "segments": 0}
+    codebook = replace(make_experiment("uefl").method.codebook, **options)
     serial, _, flower, _ = run_both_engines(make_experiment("uefl", codebook=codebook), tmp_path)
     assert "codebook.gate_logits" in serial.model_state
     assert torch.equal(serial.access, flower.access)

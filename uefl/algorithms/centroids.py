@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from uefl.core import noise_addresses as addresses
 from uefl.core.federation import Batch, ClientModel, Tensors
 from uefl.core.kmeans import Clusters, Problem, kmeans, kmeans_batch
 from uefl.core.noise import derive_key
+from uefl.core.small_clusters import merge_small_clusters
 
 MAX_FEATURE = 1e12  # squares of larger features may overflow in K-means
 
@@ -23,22 +25,29 @@ class Centroids(NamedTuple):
     counts: Tensor  # [M, v] features per centroid
 
 
-def compute_centroids(model: ClientModel, batch: Batch, *, batch_size: int) -> Tensors:
-    """Run K-means on the silo's own features, encoded by the broadcast model in evaluation mode (D20)."""
-    return cluster_features([encode_features(model, batch, batch_size=batch_size)])[0]
+def compute_centroids(model: ClientModel, batch: Batch, *, batch_size: int, min_examples: int) -> Tensors:
+    """Run K-means on the silo's own features, encoded by the broadcast model in evaluation mode (D20).
+
+    At least `min_examples` examples, or groups where the silo has them, stand behind every centroid (D30). A silo with
+    fewer of them returns no centroid.
+    """
+    encoded = [encode_features(model, batch, batch_size=batch_size)]
+    return cluster_features(encoded, min_examples=min_examples)[0]
 
 
 def encode_features(model: ClientModel, batch: Batch, *, batch_size: int) -> Tensors:
     """Return a silo's features [M, N, D], and what K-means needs beside them."""
     blocks = torch.split(batch.x, batch_size)
+    features = torch.cat([model.call("encode_segments", block) for block in blocks], 1)
     return {
-        "features": torch.cat([model.call("encode_segments", block) for block in blocks], 1),
+        "features": features,
+        "owners": _find_owners(batch, features.shape[1]),
         "num_codewords": model.extras["num_codewords"],
         "noise_key": torch.tensor(batch.noise_key),
     }
 
 
-def cluster_features(encoded: Sequence[Tensors]) -> list[Tensors]:
+def cluster_features(encoded: Sequence[Tensors], *, min_examples: int) -> list[Tensors]:
     """Run K-means on the features of several silos at once and return the centroids of each."""
     answers: dict[int, Tensors] = {}
     numbers = [int(silo["num_codewords"]) for silo in encoded]
@@ -50,12 +59,26 @@ def cluster_features(encoded: Sequence[Tensors]) -> list[Tensors]:
             for m, points in enumerate(encoded[i]["features"])
         ]
         clusters = iter(kmeans_batch(problems, v))
-        answers |= {i: pack_centroids([next(clusters) for _ in encoded[i]["features"]]) for i in rows}
+        for i in rows:
+            found = [next(clusters) for _ in encoded[i]["features"]]
+            answers[i] = finish_centroids(encoded[i], found, min_examples)
     return [answers[i] for i in range(len(encoded))]
 
 
-def pack_centroids(clusters: Sequence[Clusters]) -> Tensors:
+def finish_centroids(encoded: Tensors, clusters: Sequence[Clusters], min_examples: int) -> Tensors:
     """Return a silo's answer from the clusters of each member of an ensemble, equally many of each."""
+    features, owners = encoded["features"], encoded["owners"]
+    if min_examples > 1 and len(torch.unique(owners)) < min_examples:
+        return {"centroids": features[:, :0], "counts": features.new_zeros(len(features), 0, dtype=torch.float64)}
+    if min_examples > 1:
+        merge = partial(merge_small_clusters, owners=owners, min_owners=min_examples)
+        merged = [merge(points, found) for points, found in zip(features, clusters)]
+        v = min(len(found.centroids) for found in merged)
+        # Members of an ensemble have equally many codewords: those with more clusters merge further.
+        clusters = [
+            done if len(done.centroids) == v else merge(points, found, max_clusters=v)
+            for points, found, done in zip(features, clusters, merged)
+        ]
     v = min(len(c.centroids) for c in clusters)
     return {
         "centroids": torch.stack([c.centroids[:v] for c in clusters]),
@@ -63,10 +86,17 @@ def pack_centroids(clusters: Sequence[Clusters]) -> Tensors:
     }
 
 
-def find_centroid_error(answer: Tensors, blank_answer: Tensors, num_examples: int) -> str:
+def _find_owners(batch: Batch, num_features: int) -> Tensor:
+    """Return for every feature [N] the number of its example, or of the example's group."""
+    examples = torch.arange(len(batch.x), device=batch.x.device)
+    groups = examples if batch.groups is None else torch.unique(batch.groups, return_inverse=True)[1]
+    return groups.repeat_interleave(num_features // len(batch.x))
+
+
+def find_centroid_error(answer: Tensors, blank_answer: Tensors, num_examples: int, *, num_blank: int = 1) -> str:
     """Return why centroids cannot be those of a silo with this number of examples, or an empty string.
 
-    Every image has as many features as a blank image, so the sum of counts is bounded.
+    Every image has as many features as each of the `num_blank` blank images, so the sum of counts is bounded.
     """
     if set(answer) != set(blank_answer):
         return "an answer with centroids has other tensors than centroids and counts"
@@ -74,7 +104,7 @@ def find_centroid_error(answer: Tensors, blank_answer: Tensors, num_examples: in
         expected = blank_answer[name]
         if tensor.dtype != expected.dtype or tensor.dim() != expected.dim() or len(tensor) != len(expected):
             return f"{name} has type {tensor.dtype} and shape {tuple(tensor.shape)}, unlike those of a blank image"
-    counts, max_sum = answer["counts"], num_examples * float(blank_answer["counts"].sum(1).max())
+    counts, max_sum = answer["counts"], num_examples * float(blank_answer["counts"].sum(1).max()) / num_blank
     if answer["centroids"].numel() and float(answer["centroids"].abs().max()) > MAX_FEATURE:
         return f"a centroid has a value above {MAX_FEATURE:g}"
     if not bool((counts >= 0).all()):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from uefl.core.codebook_size import CodebookSize
 from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ class CodebookHooks:
     def check_silos(self, silos: Sequence[Silo]) -> None:
         """Raise an `InputError` if the codebook needs data that a silo does not have."""
         del silos
+
+    def choose_size(self, net: nn.Module, num_examples: Collection[int]) -> CodebookSize | None:
+        """Return the codewords per extension and the segments, given the silos' numbers of training examples."""
+        del net, num_examples
+        return None
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
         """Put a codebook into the network."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from uefl.core.federation import ServerState, is_codeword_tensor
 
 INITIAL_SIZE = "num_initial_codewords"  # key in method_state
+EXTENSION_SIZE = "num_codewords_by_rule"  # likewise
 
 
 def add_codewords(server: ServerState, silo_names: Sequence[str], codewords: Tensor) -> ServerState:
@@ -25,6 +26,16 @@ def add_codewords(server: ServerState, silo_names: Sequence[str], codewords: Ten
 def store_initial_size(server: ServerState) -> ServerState:
     """Store the size of the initial codebook, whose codewords a silo never loses."""
     return server.replace(method_state={**server.method_state, INITIAL_SIZE: torch.tensor(server.access.shape[1])})
+
+
+def store_extension_size(server: ServerState, v: int) -> ServerState:
+    """Store the number of codewords that a rule chose for every extension."""
+    return server.replace(method_state={**server.method_state, EXTENSION_SIZE: torch.tensor(v)})
+
+
+def get_extension_size(server: ServerState) -> int:
+    """Return the number of codewords that a rule chose for every extension."""
+    return int(server.method_state[EXTENSION_SIZE])
 
 
 def revoke_codewords(server: ServerState, silo_names: Sequence[str]) -> ServerState:

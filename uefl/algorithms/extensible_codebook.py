@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,20 @@ from uefl.algorithms.centroids import (
     merge_centroids,
 )
 from uefl.algorithms.codebook_hooks import CodebookHooks
-from uefl.algorithms.codeword_access import add_codewords, revoke_codewords, store_initial_size
+from uefl.algorithms.codeword_access import (
+    add_codewords,
+    get_extension_size,
+    revoke_codewords,
+    store_extension_size,
+    store_initial_size,
+)
 from uefl.algorithms.codeword_validation import mark_unvalidated, revoke_useless_codewords
 from uefl.algorithms.round_record import record_decision, record_kmeans_time, record_query_cost
 from uefl.algorithms.target_access import TargetAccess, evaluate_targets
 from uefl.algorithms.uncertainty_report import UncertaintyTest, report_uncertain_silos
 from uefl.core import noise_addresses as addresses
 from uefl.core.codebook import CodewordGradient, Gate
+from uefl.core.codebook_size import CodebookSize, choose_codebook_size
 from uefl.core.errors import InputError
 from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo, TaskParts, is_codeword_tensor
 from uefl.core.field_rules import check_ranges, setting
@@ -51,9 +58,18 @@ class ExtensibleCodebook(CodebookHooks):
     """Codewords that all silos share, and codewords that only uncertain silos may use."""
 
     num_codewords: int = setting(
-        256, "Codewords v of the initial codebook and of every extension.", at_least=1, at_most=65536
+        256,
+        "Codewords v of the initial codebook and of every extension; 0: by the number of features (D31).",
+        at_least=0,
+        at_most=65536,
+        zero="by the number of features",
     )
-    segments: int = setting(4, "Segments s into which a feature is split; all use the same codewords.", at_least=1)
+    segments: int = setting(
+        4,
+        "Segments s into which a feature is split; all use the same codewords; 0: by the encoder's output (D31).",
+        at_least=0,
+        zero="by the encoder's output",
+    )
     codebook_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "Initial codewords: centroids of features after the warm-up, or Gaussian noise (D12)."
     )
@@ -79,6 +95,12 @@ class ExtensibleCodebook(CodebookHooks):
     )
     new_codeword_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "New codewords: centroids of the silo's features, or Gaussian noise (Table 15)."
+    )
+    min_examples: int = setting(
+        10,
+        "Examples, or groups such as patients, behind every K-means centroid that leaves a silo; centroids with fewer "
+        "are merged (D30).",
+        at_least=1,
     )
     gamma: float = setting(
         0.1, "Threshold γ: a silo is uncertain if e_k > (1 + γ) times the reference.", at_least=0, finite=False
@@ -135,9 +157,17 @@ class ExtensibleCodebook(CodebookHooks):
                     "nor validation images; set validation_fraction above 0, or target_access=shared or all"
                 )
 
+    def choose_size(self, net: nn.Module, num_examples: Collection[int]) -> CodebookSize:
+        first: Any = next(iter(net.members)) if hasattr(net, "members") else net  # type: ignore[arg-type]
+        num_tokens = first.in_features // first.num_features
+        return choose_codebook_size(
+            *(num_tokens, first.num_features, num_examples), num_codewords=self.num_codewords, segments=self.segments
+        )
+
     def adapt_network(self, net: nn.Module) -> nn.Module:
+        # The number of codewords does not matter yet: it follows from the silos' sizes, and rows are added later.
         built: nn.Module = net.add_codebook(  # type: ignore[operator]
-            self.segments,
+            self.choose_size(net, ()).segments,
             self.num_codewords,
             reduction=self.reduction,
             codeword_gradient=self.codeword_gradient,
@@ -162,7 +192,10 @@ class ExtensibleCodebook(CodebookHooks):
         """Draw Gaussian codewords, or start without codewords until the warm-up is over."""
         names = [n for n in server.model_state if is_codeword_tensor(n)]
         like = torch.stack([server.model_state[n] for n in names])  # [M, v, D]
+        like = like.new_empty(len(like), self.choose_size(clients.net, clients.num_examples.values())[0], like.shape[2])
         server = server.replace(model_state={**server.model_state, **{n: server.model_state[n][:0] for n in names}})
+        if not self.num_codewords:  # numbers of examples may change during a run over a network
+            server = store_extension_size(server, like.shape[1])
         if self.codebook_init == "kmeans" and self.warmup_rounds:
             return server
         if self.codebook_init == "kmeans":
@@ -182,11 +215,12 @@ class ExtensibleCodebook(CodebookHooks):
     def fit_initial_codebook(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
         """Fit initial codewords by federated K-means: silos send centroids, the server merges them (D12)."""
         started = time.perf_counter()
-        server, centroids = self.query_centroids(method, clients, server, server.silo_names, self.num_codewords)
+        v = self.num_codewords or get_extension_size(server)
+        server, centroids = self.query_centroids(method, clients, server, server.silo_names, v)
         for silo_names in self.group_silos(clients, server.silo_names):
             pieces = [centroids[s] for s in silo_names if s in centroids]
             if pieces:
-                merged = merge_centroids(pieces, self.num_codewords, clients.seed)
+                merged = merge_centroids(pieces, v, clients.seed)
                 server = add_codewords(server, silo_names, merged)
         seconds = time.perf_counter() - started
         return record_kmeans_time(store_initial_size(server), seconds, initial_codewords=server.access.shape[1])
@@ -270,7 +304,8 @@ class ExtensibleCodebook(CodebookHooks):
         """Add codewords for these silos; all present codewords stay as they are."""
         started = time.perf_counter()
         access_rows = server.access[[server.silo_names.index(name) for name in silo_names]]
-        v = self.num_codewords if self.extension_growth == "constant" else int(access_rows.sum(1).max())
+        v = self.num_codewords or get_extension_size(server)
+        v = v if self.extension_growth == "constant" else int(access_rows.sum(1).max())
         server, centroids = self.query_centroids(method, clients, server, silo_names, v)
         if self.new_codeword_init == "gaussian":
             centroids = {n: self.draw_codewords(clients.seed, n, server.round, c) for n, c in centroids.items()}
@@ -315,9 +350,13 @@ class ExtensibleCodebook(CodebookHooks):
     def client_tasks(self, method: FedAvg) -> Mapping[str, ClientTask]:
         batch_size = method.local.eval_batch_size
         task = ClientTask(
-            partial(compute_centroids, batch_size=batch_size),
+            partial(compute_centroids, batch_size=batch_size, min_examples=self.min_examples),
             needs_full_split=True,
-            find_error=find_centroid_error,
-            parts=TaskParts(partial(encode_features, batch_size=batch_size), cluster_features),
+            find_error=partial(find_centroid_error, num_blank=self.min_examples),
+            num_blank=self.min_examples,
+            parts=TaskParts(
+                partial(encode_features, batch_size=batch_size),
+                partial(cluster_features, min_examples=self.min_examples),
+            ),
         )
         return {"compute_centroids": task}

@@ -11,7 +11,7 @@ from torch import nn
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.requirements import require_training_data
 from uefl.core import noise_addresses as addresses
-from uefl.core.federation import Examples, Silo, concatenate_examples
+from uefl.core.federation import Examples, Silo, concatenate_examples, concatenate_groups
 
 CENTRAL_SILO = addresses.CENTRAL_SILO
 
@@ -41,7 +41,7 @@ class Centralized(FedAvg):
         return False  # one prior for all data is a constant, which the last layer's bias contains
 
     def prepare_silos(self, silos: Sequence[Silo]) -> Sequence[Silo]:
-        without_training = [replace(s, train=Examples(s.train.x[:0], s.train.y[:0])) for s in silos]
+        without_training = [replace(s, train=Examples(s.train.x[:0], s.train.y[:0]), train_groups=None) for s in silos]
         ordered = sorted(silos, key=lambda s: s.name)  # the result does not depend on the order of silos
         no_examples = without_training[0].train
         central_silo = Silo(
@@ -51,5 +51,6 @@ class Centralized(FedAvg):
             no_examples,
             domain=CENTRAL_SILO,
             public=ordered[0].public,
+            train_groups=concatenate_groups(ordered),
         )
         return [*without_training, central_silo]

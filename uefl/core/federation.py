@@ -43,6 +43,7 @@ class Silo:
     test: Examples
     domain: str = ""
     public: Tensor | None = None  # [P, ...] images that every silo can read, without labels; the same for all silos
+    train_groups: Tensor | None = None  # [n] int64, equal for training examples of one group, such as a patient
 
     @classmethod
     def from_tensors(
@@ -83,7 +84,8 @@ class Silo:
             indices = [torch.isin(ids, chosen).nonzero()[:, 0] for chosen in indices]
         check_train_size(owner, len(indices[0]))
         train, validation, test = (Examples(x[i], y[i]) for i in indices)
-        return cls(name, train, validation, test, domain=domain, public=public)
+        train_groups = None if ids is None else ids[indices[0]]
+        return cls(name, train, validation, test, domain=domain, public=public, train_groups=train_groups)
 
     def examples(self, split: Split) -> Examples:
         """Return the examples of a split."""
@@ -99,6 +101,7 @@ class Batch(NamedTuple):
     step: int | Tensor = 0  # a tensor if stacked clients are at different steps
     epoch: int = 0  # of the local training; always 0 for an update without `per_epoch`
     noise_key: int = 0  # of a task that needs a full split: its draws, addressed by seed, silo, round, task and split
+    groups: Tensor | None = None  # [n] of a task that needs the full training split, where the silo has groups
 
 
 class Broadcast(NamedTuple):
@@ -168,7 +171,8 @@ class ClientTask(NamedTuple):
 
     compute: Callable[[ClientModel, Batch], Tensors]
     needs_full_split: bool = False  # K-means must receive all examples of a split at once
-    # What is wrong with an answer of another machine, beside the answer for one blank image, and the silo's examples.
+    num_blank: int = 1  # blank images whose answer shows the form of others; K-means of few images has no answer
+    # What is wrong with an answer of another machine, beside the answer for blank images, and the silo's examples.
     find_error: Callable[[Tensors, Tensors, int], str] = lambda _answer, _blank_answer, _num_examples: ""
     parts: TaskParts | None = None  # of a task that needs a full split: the same computation in two parts
 
@@ -310,3 +314,9 @@ def iterate_batch_slices(n: int, batch_size: int) -> Iterator[slice]:
 def concatenate_examples(pieces: Sequence[Examples]) -> Examples:
     """Return several sets of examples as one."""
     return Examples(torch.cat([p.x for p in pieces]), torch.cat([p.y for p in pieces]))
+
+
+def concatenate_groups(silos: Sequence[Silo]) -> Tensor | None:
+    """Return the groups of all silos' training examples; None if a silo has none."""
+    groups = [silo.train_groups for silo in silos if silo.train_groups is not None]
+    return torch.cat(groups) if len(groups) == len(silos) else None

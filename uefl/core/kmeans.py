@@ -163,6 +163,11 @@ def assign_points(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     return label[0], distance[0]
 
 
+def compute_cluster_means(points: Tensor, weights: Tensor, label: Tensor, old: Tensor) -> Tensor:
+    """Return the weighted mean of every cluster; an empty cluster keeps its centroid."""
+    return _compute_means(PaddedPoints(points[None], weights[None], (len(points),)), label[None], old[None])[0]
+
+
 def _assign_batch(
     points: Tensor, centroids: Tensor, is_used: Tensor, squared_norms: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -272,7 +272,12 @@ class DataConfig:
             return Examples(standardize_images(resize_images(x, self.image_size), images), images.y[indices])
 
         train, validation, test = map(load_split, (partition.train, partition.validation, partition.test))
-        return Silo(partition.silo.name, train, validation, test, domain=partition.silo.domain, public=public)
+        return Silo(
+            *(partition.silo.name, train, validation, test),
+            domain=partition.silo.domain,
+            public=public,
+            train_groups=None if images.group_ids is None else images.group_ids[partition.train],
+        )
 
 
 def encode_silo(silo: Silo, table: TableFormat) -> Silo:

@@ -144,8 +144,11 @@ class SerialEngine:
             )
 
     def _move_to_device(self, silo: Silo) -> Silo:
-        move = self._move_examples
-        return Silo(silo.name, move(silo.train), move(silo.validation), move(silo.test), silo.domain)
+        move, groups = self._move_examples, silo.train_groups
+        return Silo(
+            *(silo.name, move(silo.train), move(silo.validation), move(silo.test), silo.domain),
+            train_groups=None if groups is None else groups.to(self.device),
+        )
 
     def _move_examples(self, examples: Examples) -> Examples:
         x = examples.x.to(self.device, None if is_integer(examples.x) else self.dtype)
@@ -281,11 +284,13 @@ class SerialEngine:
             for split in splits:
                 examples = self.silos[name].examples(split)
                 batch_size = len(examples.y) if client_task.needs_full_split else method.local.eval_batch_size
+                groups = self.silos[name].train_groups if client_task.needs_full_split and split == "train" else None
                 answer: Tensors = {}
                 for i, batch_slice in enumerate(iterate_batch_slices(len(examples.y), max(batch_size, 1))):
                     noise_key = self._derive_key(name, round_number, i, addresses.TASKS.get(task, task), split)
                     self._seed_noise(noise_key)
-                    batch = Batch(examples.x[batch_slice], examples.y[batch_slice], i, noise_key=noise_key)
+                    x, y = examples.x[batch_slice], examples.y[batch_slice]
+                    batch = Batch(x, y, i, noise_key=noise_key, groups=groups)
                     sums = client_task.compute(model, batch)
                     answer = {n: answer[n] + t for n, t in sums.items()} if answer else sums
                 if answer:

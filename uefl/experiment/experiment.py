@@ -22,7 +22,7 @@ from uefl.experiment.settings import from_dict, to_dict
 from uefl.models.model_config import ModelConfig
 from uefl.models.network import initialize_network
 
-RESULTS_VERSION = 3  # incremented when a code change alters results
+RESULTS_VERSION = 4  # incremented when a code change alters results
 Precision = Literal["auto", "float32", "tf32", "bf16", "float64"]
 # Storage types of tensors; tf32 and bf16 apply to matrix products only.
 DTYPES = {p: torch.float64 if p == "float64" else torch.float32 for p in get_args(Precision)}
@@ -90,6 +90,8 @@ def fingerprint_silos(silos: Sequence[Silo]) -> str:
         for tensor in (*silo.train, *silo.validation, *silo.test):
             digest.update(str(tuple(tensor.shape)).encode())
             digest.update(tensor.contiguous().numpy().tobytes())
+        if silo.train_groups is not None:
+            digest.update(silo.train_groups.contiguous().numpy().tobytes())
     if (public := silos[0].public) is not None:  # the same for all silos
         digest.update(public.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -45,6 +45,7 @@ COMMON: Row = {
     "method.codebook.segments": 1,
     "method.codebook.codebook_init": "gaussian",
     "method.codebook.new_codeword_init": "kmeans",
+    "method.codebook.min_examples": 1,
     "method.codebook.commitment_weight": 1.0,
     "method.codebook.codebook_loss_weight": 0.25,
     "method.codebook.reduction": "mean",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from uefl.algorithms.fedavg import FedAvg, ensemble_cross_entropy
+from uefl.core.codebook_size import CodebookSize
 from uefl.core.federation import SPLITS, Silo
 
 _FORWARD_SHARE = 1 / 3  # time of an evaluated example relative to a trained one
@@ -26,6 +27,7 @@ class RunPlan:
     num_parameters: int
     num_rounds: int
     seconds: float
+    codebook_size: CodebookSize | None = None
 
 
 def make_plan(method: FedAvg, net: nn.Module, silos: Sequence[Silo], device: str) -> RunPlan:
@@ -33,7 +35,8 @@ def make_plan(method: FedAvg, net: nn.Module, silos: Sequence[Silo], device: str
     num_images = sum(len(silo.examples(split).y) for silo in silos for split in SPLITS)
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
     seconds = _measure_step(method, net, silos, device) * _count_steps(method, silos)
-    return RunPlan(num_images, len(silos), num_parameters, method.total_rounds, seconds)
+    size = method.codebook_hooks.choose_size(net, [len(silo.train.y) for silo in silos])
+    return RunPlan(num_images, len(silos), num_parameters, method.total_rounds, seconds, size)
 
 
 def _count_steps(method: FedAvg, silos: Sequence[Silo]) -> float:

@@ -80,9 +80,11 @@ class ProgressDisplay:
         self.progress.update(self.tasks[run], total=total_rounds, completed=round_number)
 
     def _on_plan(self, run: str, event: Event) -> None:
+        size = event.get("codebook_size")
+        codebook = f"{size.num_codewords} codewords of {size.segments} segments per feature, " if size else ""
         self.console.print(
             f"{run}: {event['num_images']} examples, {event['num_silos']} silos, {event['num_parameters']} parameters, "
-            f"{event['num_rounds']} rounds; estimated time: {describe_seconds(event['seconds'])}",
+            f"{codebook}{event['num_rounds']} rounds; estimated time: {describe_seconds(event['seconds'])}",
             soft_wrap=True,
         )
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from uefl import __version__
 from uefl.algorithms.requirements import require_enough_silos
+from uefl.core.codebook_size import CodebookSize
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Broadcast, Clients, Method, ServerState, Silo, Tensors
 from uefl.data.images import Images
@@ -65,6 +66,7 @@ class RunContext(NamedTuple):
     table: str = ""  # of a table: its format as JSON, which predictions need
     label_counts: dict[str, list[int]] = {}  # training examples per class, by silo; empty if only the silos know them
     chance_accuracy: float = 0.0  # 0: not known here
+    codebook_size: CodebookSize | None = None  # None: without a codebook, or not known here
 
 
 class PreparedRun(NamedTuple):
@@ -139,6 +141,7 @@ def prepare_run(
         table=images.table.to_json() if images.table else "",
         label_counts=counts if engine in IN_PROCESS_ENGINES else {},
         chance_accuracy=compute_chance_accuracy(silos),
+        codebook_size=method.codebook_hooks.choose_size(net, [len(silo.train.y) for silo in silos]),
     )
     return PreparedRun(experiment, context, silos, net)
 
@@ -315,6 +318,7 @@ def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext
             "input_shape": list(context.input_shape),
             "table": context.table,
             "chance_accuracy": context.chance_accuracy,
+            "codebook_size": context.codebook_size and context.codebook_size._asdict(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
     )

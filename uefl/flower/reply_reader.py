@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class ReplyRequest(NamedTuple):
 
 
 class ReplyReader:
-    """Read replies. The expected shapes of an answer come from the same task on one blank image."""
+    """Read replies. The expected shapes of an answer come from the same task on blank images."""
 
     def __init__(
         self,
@@ -133,9 +134,15 @@ class ReplyReader:
         key = (task, *(len(t) for n, t in broadcast.model_state.items() if is_codeword_tensor(n)))
         if key not in self._expected_answers:
             self.reference_engine.client_states.clear()
+            self._repeat_blank(method.client_tasks[task].num_blank)
             (reply,) = self.reference_engine.query(method, task, readdress_broadcast(broadcast, "blank"), ("test",))
             self._expected_answers[key] = reply.answers["test"]
         return self._expected_answers[key]
+
+    def _repeat_blank(self, count: int) -> None:
+        silo = self.reference_engine.silos["blank"]
+        test = Examples(*(tensor[:1].expand(count, *tensor.shape[1:]) for tensor in silo.test))
+        self.reference_engine.silos["blank"] = replace(silo, test=test)
 
 
 def parse_reply(message: Message, payload: Mapping[str, Any], silo_name: str, task: str, *, max_bytes: int) -> Reply:
