@@ -31,6 +31,10 @@ EXCHANGES: dict[str, Exchange] = {  # every method of the registry
     "fedprox": Exchange(),
     "scaffold": Exchange("model, change of its control variate", "model, mean control variate", "control variate"),
     "fedbn": Exchange("model without batch norm", "the same", "batch norm"),
+    "fedper": Exchange("encoder", "encoder", "classifier", "added"),
+    "fine-tuning": Exchange("model", "model; at the end, once more", "model, after the last round", "added"),
+    "ditto": Exchange(client_state="its own model", dropout="added"),
+    "ifca": Exchange("its model; before, k losses", "k models, its model", "nothing", "added"),
     "fedsr": Exchange(client_state="class priors", dropout="added"),
     "fediir": Exchange("model; before, a gradient of the head", "model, mean gradient; before, model", dropout="added"),
     "fedcr": Exchange("body, class statistics", "body, class priors", "head", "added"),
@@ -52,6 +56,7 @@ CODEBOOK_PAIRS = {  # rows of one table without and with a codebook
         "FedSR": "FedSR with codebook",
     },
     "rotated-sgd": {FEDAVG: "UEFL", "SCAFFOLD": "SCAFFOLD with codebook"},
+    "rotated-personal": {"FedPer": "FedPer with codebook", "Fine-tuning": "Fine-tuning with codebook"},
 }
 
 

@@ -201,6 +201,23 @@ ROTATED_PUBLIC = replace(  # the silos' images are those of `rotated`
     },
 )
 
+ROTATED_PERSONAL = replace(
+    ROTATED,
+    title="The same nine silos, with models of their own",
+    summary_level="last",  # fine-tuning follows the last round
+    methods={
+        FEDAVG: Variant(method="fedavg"),
+        "FedPer": Variant(method="fedper"),
+        "FedPer, last layer": Variant(method="fedper", method_fields={"personal_layers": "last"}),
+        "Fine-tuning": Variant(method="fine-tuning"),
+        "Ditto": Variant(method="ditto", relative_cost=2),
+        "IFCA, 3 models": Variant(method="ifca", method_fields={"num_models": 3}, relative_cost=2),
+        "UEFL": Variant(method="uefl"),
+        "FedPer with codebook": Variant(method="fedper", method_fields={"codebook": CODEBOOK}),
+        "Fine-tuning with codebook": Variant(method="fine-tuning", method_fields={"codebook": CODEBOOK}),
+    },
+)
+
 SETUPS: dict[str, Setup] = {
     "leave-out-0": make_leave_one_out_setup(0),
     "leave-out-75": make_leave_one_out_setup(75),
@@ -209,6 +226,7 @@ SETUPS: dict[str, Setup] = {
     "rotated": ROTATED,
     "rotated-sgd": ROTATED_SGD,
     "rotated-public": ROTATED_PUBLIC,
+    "rotated-personal": ROTATED_PERSONAL,
 }
 
 

@@ -139,8 +139,15 @@ class FedAvg:
         """Run one round and what follows it."""
         server = self.run_round(clients, server.replace(completed_records=()))
         server = self.codebook_hooks.after_round(self, clients, server)
+        if server.round == self.total_rounds:
+            server = self.finish_rounds(clients, server)
         if server.open_record and server.round == self.total_rounds:  # no later round evaluates the last model
             server = self.complete_open_record(*self.evaluate_clients(clients, server))
+        return server
+
+    def finish_rounds(self, clients: Clients, server: ServerState) -> ServerState:
+        """Do what follows the last round, before its model is evaluated."""
+        del clients
         return server
 
     def run_round(self, clients: Clients, server: ServerState) -> ServerState:
@@ -151,15 +158,8 @@ class FedAvg:
         if server.open_record and not all_participate:  # else the participants' replies bring the evaluations
             server = self.complete_open_record(*self.evaluate_clients(clients, server))
         broadcast = self.make_broadcast(clients, server)._replace(round=server.round + 1, participants=participants)
-        mean, replies = WeightedMean(server.model_state), []
-        for reply in clients.fit(self, broadcast, evaluate=all_participate):
-            access_row = broadcast.access[broadcast.silo_names.index(reply.silo_name)]
-            error = reply.rejected or find_reply_error(reply, broadcast.model_state, access_row)
-            if not error:
-                mean.add(self.select_averaged_tensors(reply.tensors), self.aggregation_weight(reply), access_row)
-            replies.append(reply._replace(tensors={}, rejected=error))
+        model_state, replies = self.average_replies(clients, server, broadcast, evaluate=all_participate)
         server = self.complete_open_record(server, {r.silo_name: r.evaluations for r in replies})
-        model_state = mean.result()
         warning = find_non_finite(model_state)  # finite replies may overflow in the average
         server = server.replace(model_state=server.model_state if warning else model_state, round=broadcast.round)
         server = self.update_finite_method_state(server, [r for r in replies if not r.rejected])
@@ -167,6 +167,20 @@ class FedAvg:
         if warning:
             record["warning"] = f"the average of {warning} is not finite; the model keeps its previous values"
         return server.replace(open_record=record)
+
+    def average_replies(
+        self, clients: Clients, server: ServerState, broadcast: Broadcast, *, evaluate: bool
+    ) -> tuple[Tensors, list[Reply]]:
+        """Train at the participants; return the average of their valid replies, and all replies without tensors."""
+        del server
+        mean, replies = WeightedMean(broadcast.model_state), []
+        for reply in clients.fit(self, broadcast, evaluate=evaluate):
+            access_row = broadcast.access[broadcast.silo_names.index(reply.silo_name)]
+            error = reply.rejected or find_reply_error(reply, broadcast.model_state, access_row)
+            if not error:
+                mean.add(self.select_averaged_tensors(reply.tensors), self.aggregation_weight(reply), access_row)
+            replies.append(reply._replace(tensors={}, rejected=error))
+        return mean.result(), replies
 
     def select_participants(self, clients: Clients, server: ServerState) -> tuple[str, ...]:
         """Return the silos of the next round: all that have training data, or as many as set, drawn by the seed."""
@@ -189,6 +203,10 @@ class FedAvg:
             server.silo_names,
             self.local.lr_at(server.round + 1, self.total_rounds),
         )
+
+    def make_broadcasts(self, clients: Clients, server: ServerState) -> Sequence[Broadcast]:
+        """Return what silos receive: one broadcast to all, unless silos have different models."""
+        return [self.make_broadcast(clients, server)]
 
     def make_extras(self, server: ServerState) -> Tensors:
         """Return the tensors to send beside the weights."""
@@ -222,8 +240,10 @@ class FedAvg:
 
     def evaluate_clients(self, clients: Clients, server: ServerState) -> tuple[ServerState, dict[str, Evaluations]]:
         """Evaluate the present model at all silos; the record counts the cost."""
-        started, broadcast = time.perf_counter(), self.make_broadcast(clients, server)
-        replies = list(clients.query(self, "evaluate", broadcast, self.eval_splits))
+        started, broadcasts = time.perf_counter(), self.make_broadcasts(clients, server)
+        replies = [
+            r for b in broadcasts if b.participants for r in clients.query(self, "evaluate", b, self.eval_splits)
+        ]
         # In a round, evaluations travel with the reply and are not counted, so they are not counted here either.
         server = record_query_cost(server, [r._replace(sent_bytes=0) for r in replies], time.perf_counter() - started)
         evaluations = {r.silo_name: Evaluations(r.answers) for r in replies if not r.rejected}
@@ -297,6 +317,10 @@ class FedAvg:
     def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
         """Return those names among the tensors that stay at the silo that predictions use."""
         return self.client_state_names(net)
+
+    def select_prediction_network(self, net: nn.Module) -> nn.Module:
+        """Return the part of a silo's network that predicts."""
+        return net
 
     def initial_client_state(self, net: nn.Module, noise_key: int) -> Tensors:
         """Return client state before the first training."""

@@ -32,6 +32,12 @@ def require_enough_silos(silos: Sequence[Silo], clients_per_round: int) -> Seque
     return silos
 
 
+def list_classifiers(net: nn.Module) -> list[str]:
+    """Return the name of the network's classifier, or of those of an ensemble's members."""
+    members: Any = getattr(net, "members", None)
+    return ["classifier"] if members is None else [f"members.{i}.classifier" for i in range(len(members))]
+
+
 def require_single_network(net: nn.Module, method_name: str) -> Any:
     """Return the network if it is not an ensemble."""
     if hasattr(net, "members"):

@@ -43,6 +43,13 @@ def record_query_cost(server: ServerState, replies: Sequence[Reply], seconds: fl
     return server.replace(open_record={**server.open_record, **cost})
 
 
+def record_rejections(server: ServerState, replies: Sequence[Reply]) -> ServerState:
+    """Add to the open record why replies after the last round are not used."""
+    reasons = {r.silo_name: {"rejected": r.rejected} for r in replies if r.rejected}
+    silos = {name: {**silo, **reasons.get(name, {})} for name, silo in server.open_record["silos"].items()}
+    return server.replace(open_record={**server.open_record, "silos": silos})
+
+
 def record_decision(server: ServerState, report: UncertaintyReport, before: ServerState) -> ServerState:
     """Add to the open record which silos are uncertain, by which test, and how many codewords each received."""
     new_codewords = server.access[:, before.access.shape[1] :].sum(1).tolist()

@@ -114,6 +114,7 @@ class Broadcast(NamedTuple):
     extras: Tensors = {}  # tensors that are not trained: a mean gradient, class priors, virtual images
     participants: tuple[str, ...] = ()  # silos of this round
     lr: float = 0.0  # learning rate of this round
+    is_personal: bool = False  # silos keep all that they train as client state; their replies have no tensors
 
 
 class Evaluations(NamedTuple):

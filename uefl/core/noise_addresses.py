@@ -11,6 +11,7 @@ from types import MappingProxyType
 # Purposes of draws.
 SILO_SPLIT = "split"
 INITIAL_WEIGHTS = "weights"
+INITIAL_MODELS = "initial models"
 BATCH_ORDER = "order"
 TRAINING_STEP = "train"
 INITIAL_CLIENT_STATE = "first"
@@ -49,6 +50,7 @@ TASKS = MappingProxyType(
         "compute_centroids": "centroids",
         "compute_image_means": "means",
         "sum_classifier_gradients": "head_gradient",
+        "sum_training_losses": "training losses",
     }
 )
 # Partitioners whose name in the command line differs from the one their draws are addressed by.

@@ -109,8 +109,8 @@ class SerialEngine:
                     model, self.silos[name].train, num_steps=num_steps, lr=broadcast.lr
                 )
             local = self._evaluate(method, model, name, broadcast.round, local_splits)
-            tensors = self._store_client_state(method, model, client_state, name)
-            tensors, extras = method.pack_reply(tensors, extras)
+            tensors = self._store_client_state(method, model, client_state, name, is_personal=broadcast.is_personal)
+            tensors, extras = ({}, {}) if broadcast.is_personal else method.pack_reply(tensors, extras)
             yield Reply(
                 silo_name=name,
                 num_examples=len(self.silos[name].train.y),
@@ -297,10 +297,12 @@ class SerialEngine:
                     answers[split] = answer
         return answers
 
-    def _store_client_state(self, method: Method, model: ClientModel, client_state: Tensors, name: str) -> Tensors:
+    def _store_client_state(
+        self, method: Method, model: ClientModel, client_state: Tensors, name: str, *, is_personal: bool
+    ) -> Tensors:
         """Store the client state and return the tensors of the reply."""
-        local_names = set(method.client_state_names(self.net))
         tensors = {n: t.detach().clone() for n, t in self.net.state_dict().items()}
+        local_names = set(tensors) if is_personal else set(method.client_state_names(self.net))
         self.client_states[name] = {**model.client_state, **client_state, **{n: tensors[n] for n in local_names}}
         return {n: t for n, t in tensors.items() if n not in local_names}
 
@@ -346,7 +348,8 @@ def collect_personal_tensors(
         state = client_states.get(silo_name) or method.initial_client_state(net, noise_key)
         received = gather_accessible_rows(broadcast.model_state, access_row)
         state = {**state, **method.initialize_client(initial_tensors, received, state)}
-        personal_tensors[silo_name] = {n: state.get(n, initial_tensors[n]).to(initial_tensors[n]) for n in names}
+        state = {**initial_tensors, **received, **state}
+        personal_tensors[silo_name] = {n: state[n].to(initial_tensors[n]) for n in names}
     return personal_tensors
 
 

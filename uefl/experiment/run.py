@@ -37,7 +37,7 @@ from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, e
 from uefl.experiment.plan import make_plan
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
-from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels
+from uefl.experiment.silo_models import Description, SiloModels, collect_facts, collect_personal_tensors, count_labels
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -363,7 +363,5 @@ def _collect_models(
             "fingerprint": context.fingerprint,
         },
     )
-    personal_tensors = clients.get_personal_tensors(
-        experiment.method, experiment.method.make_broadcast(clients, server)
-    )
+    personal_tensors = collect_personal_tensors(experiment.method, clients, server)
     return SiloModels(description, server.model_state, server.access, personal_tensors)

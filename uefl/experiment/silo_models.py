@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import InputError, unknown_value_error
-from uefl.core.federation import Tensors, gather_accessible_rows
+from uefl.core.federation import ServerState, Tensors, gather_accessible_rows
 from uefl.data.input_format import InputFormat
 from uefl.engines.serial import copy_into_network
 from uefl.experiment.checkpoint import NamedTensors, load_tensors, save_tensors
@@ -174,7 +174,7 @@ class SiloModels:
         if silo_name and self.method.uses_label_prior and not label_counts:
             raise InputError(f"the labels of silo {silo_name} stayed at the silo; use the copy that the silo wrote")
         return TrainedModel(
-            net,
+            self.method.select_prediction_network(net),
             self.description.input_format,
             _name_outputs(self.description.class_names, net),
             self.method,
@@ -248,6 +248,16 @@ def collect_facts(
             tuple(label_counts.get(name, ())),
         )
         for name in silo_names
+    }
+
+
+def collect_personal_tensors(method: FedAvg, clients: Any, server: ServerState) -> dict[str, Tensors]:
+    """Return by silo the tensors of its own that predictions use."""
+    return {
+        name: tensors
+        for broadcast in method.make_broadcasts(clients, server)
+        for name, tensors in clients.get_personal_tensors(method, broadcast).items()
+        if name in broadcast.participants
     }
 
 

@@ -27,7 +27,14 @@ from uefl.experiment.files import write_text
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, summarize_records
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
-from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels, describe_method
+from uefl.experiment.silo_models import (
+    Description,
+    SiloModels,
+    collect_facts,
+    collect_personal_tensors,
+    count_labels,
+    describe_method,
+)
 from uefl.experiment.trained_model import TrainedModel, save_models
 from uefl.models.model_config import ModelConfig
 from uefl.models.network import Net, initialize_network
@@ -142,7 +149,7 @@ def train(
         round=server.round,
         origin={"uefl": __version__, RESULTS_VERSION_KEY: RESULTS_VERSION},
     )
-    personal_tensors = clients.get_personal_tensors(method, method.make_broadcast(clients, server))
+    personal_tensors = collect_personal_tensors(method, clients, server)
     models = SiloModels(description, server.model_state, server.access, personal_tensors, encoder, method)
     return TrainingResult(records, summary, server, clients, models)
 

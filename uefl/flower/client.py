@@ -236,7 +236,16 @@ def _prepare_engine(request: Request, node_data: NodeData) -> tuple[SerialEngine
     )
     num_codewords = count_received_codewords(model_state)  # a silo receives only codewords it may use
     access = torch.ones(1, num_codewords, dtype=torch.bool)
-    broadcast = Broadcast(int(payload["round"]), model_state, (name,), access, extras, (name,), float(payload["lr"]))
+    broadcast = Broadcast(
+        int(payload["round"]),
+        model_state,
+        (name,),
+        access,
+        extras,
+        (name,),
+        float(payload["lr"]),
+        is_personal=bool(payload.get("is_personal")),
+    )
     return engine, broadcast, store, note
 
 

@@ -88,7 +88,8 @@ class FlowerEngine:
         return {name: t.clone() for name, t in self.net.state_dict().items()}
 
     def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
-        results = self._exchange_messages(method, broadcast, {"evaluate": evaluate})
+        kind = {"is_personal": True} if broadcast.is_personal else {}
+        results = self._exchange_messages(method, broadcast, {"evaluate": evaluate, **kind})
         for reply, has_client_state in results:
             if not reply.rejected:
                 info = self._silo_infos[reply.silo_name]

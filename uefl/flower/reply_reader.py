@@ -106,7 +106,7 @@ class ReplyReader:
         for name, tensor in reply.tensors.items():
             if name in expected and tensor.dtype != expected[name].dtype:
                 return f"{name} is {tensor.dtype}, expected {expected[name].dtype}"
-        error = find_reply_error(reply, broadcast.model_state, broadcast.access[0])
+        error = find_reply_error(reply, {} if broadcast.is_personal else broadcast.model_state, broadcast.access[0])
         return error or find_value_error(reply.tensors, MAX_WEIGHT)
 
     def _find_answer_error(self, reply: Reply, method: Method, broadcast: Broadcast, task: str) -> str:

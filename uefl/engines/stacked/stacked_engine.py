@@ -150,7 +150,7 @@ class StackedEngine(SerialEngine):
         extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
         local = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
         tensors = self._store_client_states(method, buffers, broadcasts, client_states)
-        sent = [method.pack_reply(*pair) for pair in zip(tensors, extras)]
+        sent = [({}, {}) if broadcast.is_personal else method.pack_reply(*pair) for pair in zip(tensors, extras)]
         seconds = (time.perf_counter() - started) / len(names)
         replies = [
             Reply(
@@ -428,7 +428,8 @@ class StackedEngine(SerialEngine):
         self, method: Method, buffers: DeviceBuffers, broadcasts: Sequence[Broadcast], client_states: Sequence[Tensors]
     ) -> list[Tensors]:
         """Store each silo's client state and return the tensors of its reply."""
-        local_names = set(method.client_state_names(self.net))
+        all_names = set(buffers.stack.client_tensors)
+        local_names = all_names if broadcasts[0].is_personal else set(method.client_state_names(self.net))
         access_rows = {name: row for b in broadcasts for name, row in zip(b.silo_names, b.access)}
         trained = {n: t.detach().clone() for n, t in buffers.stack.client_tensors.items()}
         stored = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}

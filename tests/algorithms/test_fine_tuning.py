@@ -1,0 +1,81 @@
+"""Fine-tuning: after the last round every silo trains the final model on its own data, and sends nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import (
+    MLP_MODEL,
+    drop_seconds,
+    have_equal_bits,
+    make_method,
+    make_pattern_silos,
+    max_difference,
+    run_method,
+)
+from torch import nn
+
+from uefl.core.federation import Batch, Examples, is_codeword_tensor
+from uefl.core.local import LocalTraining
+
+PLAIN_SGD = LocalTraining(optimizer="sgd", lr=0.1, momentum=0.0, batch_size=100, epochs=2, schedule="cosine")
+
+
+@pytest.mark.parametrize("codebook", [False, True])
+def test_without_epochs_it_is_fedavg_bit_for_bit(codebook):
+    tuned = run_method(make_method("fine-tuning", fine_tuning_epochs=0, codebook=codebook))
+    fedavg = run_method(make_method("fedavg", codebook=codebook))
+    assert have_equal_bits(tuned.server.model_state, fedavg.server.model_state)
+    assert [drop_seconds(r) for r in tuned.records] == [drop_seconds(r) for r in fedavg.records]
+    assert not any(tuned.clients.client_states.values())
+
+
+@pytest.mark.parametrize("codebook", [False, True])
+def test_rounds_and_the_shared_model_are_those_of_fedavg(codebook):
+    tuned = run_method(make_method("fine-tuning", fine_tuning_epochs=2, codebook=codebook))
+    fedavg = run_method(make_method("fedavg", codebook=codebook))
+    assert have_equal_bits(tuned.server.model_state, fedavg.server.model_state)
+    earlier, earlier_of_fedavg = ([drop_seconds(r) for r in run.records[:-1]] for run in (tuned, fedavg))
+    assert earlier == earlier_of_fedavg
+    assert tuned.records[-1]["silos"]["silo 0"]["nll"] != fedavg.records[-1]["silos"]["silo 0"]["nll"]
+    for state in tuned.clients.client_states.values():
+        codewords = {n: t for n, t in state.items() if is_codeword_tensor(n)}
+        row = tuned.server.access[0]
+        assert all(len(t) <= len(row) for t in codewords.values())
+
+
+def test_fine_tuning_is_plain_training_at_a_tenth_of_the_first_learning_rate():
+    method = make_method("fine-tuning", fine_tuning_epochs=3, local=PLAIN_SGD)
+    silos = make_pattern_silos()
+    run = run_method(method, silos, model=replace(MLP_MODEL, dropout=0.0), dtype=torch.float64)
+    net = run.clients.net.train()
+    for silo in silos:
+        net.load_state_dict(run.server.model_state)
+        for _ in range(3):  # one batch per epoch
+            batch = Batch(silo.train.x.double(), silo.train.y)
+            loss = nn.functional.cross_entropy(net(batch.x).logits[0], batch.y)
+            gradients = torch.autograd.grad(loss, list(net.parameters()))
+            with torch.no_grad():
+                for p, g in zip(net.parameters(), gradients):
+                    p -= 0.1 * 0.1 * g
+        state = run.clients.client_states[silo.name]
+        assert max_difference({n: state[n] for n in net.state_dict()}, net.state_dict()) < 1e-12
+
+
+def test_the_fine_tuned_model_never_leaves_a_silo():
+    method = make_method("fine-tuning", fine_tuning_epochs=1)
+    run = run_method(method)
+    last = run.clients.replies[-3:]
+    assert len(run.clients.replies) == 3 * (method.total_rounds + 1)
+    assert all(not reply.tensors and not reply.extras and not reply.sent_bytes for reply in last)
+    fedavg = run_method(make_method("fedavg"))
+    assert run.records[-1]["bytes_up"] == fedavg.records[-1]["bytes_up"]
+    assert run.records[-1]["bytes_down"] > fedavg.records[-1]["bytes_down"], "silos receive the final model to train it"
+
+
+def test_silo_without_training_data_uses_the_shared_model():
+    *others, last = make_pattern_silos()
+    silos = [*others, replace(last, train=Examples(last.train.x[:0], last.train.y[:0]))]
+    tuned, fedavg = (run_method(make_method(name), silos).records[-1]["silos"] for name in ("fine-tuning", "fedavg"))
+    assert tuned["silo 2"]["nll"] == fedavg["silo 2"]["nll"]
+    assert tuned["silo 0"]["nll"] != fedavg["silo 0"]["nll"]

@@ -1,0 +1,60 @@
+"""FedAvg with local fine-tuning: after the last round, every silo trains the final model on its own data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.round_record import record_query_cost, record_rejections
+from uefl.core.federation import Broadcast, Clients, Phase, ServerState, Tensors, Update, is_codeword_tensor
+from uefl.core.field_rules import setting
+
+LR_MULTIPLIER = 0.1  # of the first round's learning rate, since a schedule may end near 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuning(FedAvg):
+    """FedAvg whose final model every silo trains further on its own data; nothing is sent, and rounds stay equal.
+
+    The last record and predictions are those of the fine-tuned models. Codewords stay as the server sent them. A silo
+    without training data uses the model of the last round.
+    """
+
+    fine_tuning_epochs: int = setting(
+        5, "Passes over a silo's training examples after the last round, at a tenth of the learning rate.", at_least=0
+    )
+
+    def finish_rounds(self, clients: Clients, server: ServerState) -> ServerState:
+        if not self.fine_tuning_epochs:
+            return server
+        started, broadcast = time.perf_counter(), self.make_broadcast(clients, server)
+        broadcast = broadcast._replace(
+            round=server.round + 1,
+            participants=tuple(name for name, n in clients.num_examples.items() if n),
+            lr=LR_MULTIPLIER * self.local.lr,
+            is_personal=True,
+        )
+        replies = list(clients.fit(self, broadcast, evaluate=False))
+        return record_rejections(record_query_cost(server, replies, time.perf_counter() - started), replies)
+
+    def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
+        if not broadcast.is_personal:
+            return super().make_phases(broadcast)
+        # Which codewords a silo may use is the server's decision, and so are their values.
+        return [Phase([Update(self.loss, lambda n: not is_codeword_tensor(n))], self.fine_tuning_epochs)]
+
+    def initialize_client(self, initial: Tensors, received: Tensors, client_state: Tensors) -> Tensors:
+        """Start with the fine-tuned weights as soon as there are any."""
+        del initial
+        if not self.fine_tuning_epochs:
+            return {}
+        return {n: client_state.get(n, t) for n, t in received.items() if not is_codeword_tensor(n)}
+
+    def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
+        if not self.fine_tuning_epochs:
+            return super().personal_tensor_names(net)
+        return [n for n in net.state_dict() if not is_codeword_tensor(n)]
