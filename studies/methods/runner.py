@@ -58,6 +58,7 @@ class StudyRun(NamedTuple):
     seed: int
     experiment: Experiment
     relative_cost: float = 1.0
+    with_silos: bool = False  # the record has the metrics of every silo too
 
     @property
     def label(self) -> str:
@@ -240,6 +241,9 @@ def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
         **{level: {m.label: summary[level][m.label] for m in TABLE_METRICS} for level in AGGREGATIONS},
         "domains": {d: metrics["accuracy"] for d, metrics in summary[DEFAULT_AGGREGATION]["domains"].items()},
         "validation_accuracy": summary["validation_accuracy"],
+        "validation_nll": mean_metric(
+            [silo["validation"] for silo in rounds[-1]["silos"].values() if "validation" in silo], "nll"
+        ),
         "num_codewords": [  # in total, and the most of one silo
             summary["total_codewords"],
             max(silo["num_codewords"] for silo in summary["last"]["silos"].values()),
@@ -252,6 +256,8 @@ def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
         "total_rounds": run_.experiment.method.total_rounds,
         **environment,
     }
+    if run_.with_silos:
+        record["silos"] = {name: _select_metrics(silo) for name, silo in summary["last"]["silos"].items()}
     train = [mean_metric([m["train"] for m in r["silos"].values() if "train" in m], "accuracy") for r in rounds]
     if train[-1] == train[-1]:  # not nan: the training data were evaluated
         zero = next((i for i, accuracy in enumerate(train) if accuracy > 0.999), None)
@@ -260,6 +266,11 @@ def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
             "zero_error": _describe_zero_error(rounds[zero]) if zero is not None else None,
         }
     return record
+
+
+def _select_metrics(silo: Mapping[str, Any]) -> RunRecord:
+    """Return the metrics of a silo without those that are not numbers."""
+    return {name: value for name, value in silo.items() if name == "domain" or value == value}
 
 
 def _describe_zero_error(record: Mapping[str, Any]) -> RunRecord:

@@ -1,0 +1,99 @@
+"""`python -m studies.rivals select | run | page`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from studies.methods.runner import StudyResources
+from studies.rivals import runner
+from studies.rivals.page import render_page
+from studies.rivals.setups import SETUPS
+from uefl.core.errors import InputError, unknown_value_error
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+PAGE = Path("docs/rivals.md")
+
+SetupOption = Annotated[
+    list[str] | None, typer.Option("--setup", help=f"A setup: {', '.join(SETUPS)}. Repeatable; default: all.")
+]
+FolderOption = Annotated[Path, typer.Option("--results", help="Folder of the records.")]
+
+
+@app.command()
+def select(
+    setup: SetupOption = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    workers: Annotated[int, typer.Option(help="Processes.")] = 1,
+    max_minutes: Annotated[float, typer.Option(help="Time limit in minutes; the same command resumes.")] = 1e6,
+    out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs/rivals"),
+    results: FolderOption = Path("results"),
+) -> None:
+    """Choose the schedule with FedAvg, and run the trials of all methods."""
+    resources = StudyResources(device, "auto", out, time.time() + 60 * max_minutes, workers)
+    finish(sum(runner.run_trials(n, resources, get_files(results), print_line) for n in check_setups(setup)))
+
+
+@app.command()
+def run(
+    setup: SetupOption = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    workers: Annotated[int, typer.Option(help="Processes.")] = 1,
+    max_minutes: Annotated[float, typer.Option(help="Time limit in minutes; the same command resumes.")] = 1e6,
+    out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs/rivals"),
+    results: FolderOption = Path("results"),
+) -> None:
+    """Freeze the trial of every method by validation, and run it with fresh seeds."""
+    resources = StudyResources(device, "auto", out, time.time() + 60 * max_minutes, workers)
+    finish(sum(runner.run_final(n, resources, get_files(results), print_line) for n in check_setups(setup)))
+
+
+@app.command()
+def page(results: FolderOption = Path("results")) -> None:
+    """Write docs/rivals.md from the records."""
+    PAGE.write_text(render_page(get_files(results)))
+    print_line(f"wrote {PAGE}")
+
+
+def get_files(folder: Path) -> runner.Files:
+    """Return the files of the study in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return runner.Files(folder / "rivals-trials.jsonl", folder / "rivals-frozen.json", folder / "rivals.jsonl")
+
+
+def check_setups(names: list[str] | None) -> list[str]:
+    """Return the chosen setups, or all."""
+    for name in names or ():
+        if name not in SETUPS:
+            raise unknown_value_error("setup", name, SETUPS)
+    return names or list(SETUPS)
+
+
+def finish(left: int) -> None:
+    """End with exit code 1 if runs failed or are left."""
+    print_line(f"{left} runs failed or were stopped by the time limit; the same command resumes." if left else "done")
+    raise typer.Exit(1 if left else 0)
+
+
+def print_line(text: str) -> None:
+    """Print at once, for logs."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Run the command line; an input error is one line."""
+    try:
+        app()
+    except InputError as e:
+        Console(stderr=True).print(f"error: {e}", markup=False, highlight=False)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

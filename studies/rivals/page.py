@@ -1,0 +1,230 @@
+"""Write docs/rivals.md from the records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+from studies.methods.runner import RunRecord
+from studies.rivals.runner import Choice, Files, list_final_runs, list_trials, read_frozen
+from studies.rivals.setups import FEDAVG, SEEDS, SETUPS, UEFL, Schedule, Setup
+from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
+from uefl.experiment.records import read_records
+
+NOTES = Path(__file__).with_name("notes.md")
+MARGIN_POINTS, MARGIN_NLL = 0.3, 2.0  # what "not below" allows: points of accuracy, percent of NLL
+Part = tuple[int, int]  # seed and fold
+Compare = Callable[[Sequence[float], Sequence[float]], Difference]
+
+
+class Column(NamedTuple):
+    """A mean over silos in the table."""
+
+    title: str
+    metric: str
+    scale: float = 1.0
+    digits: int = 3
+
+
+COLUMNS = (
+    Column("mA, %", "accuracy", 100, 2),
+    Column("mE", "entropy"),
+    Column("NLL", "nll"),
+    Column("NLL, scaled", "nll_scaled"),
+    Column("Brier", "brier"),
+    Column("ECE", "ece"),
+    Column("AUGRC", "augrc", 100, 2),
+    Column("AUROC", "auroc"),
+)
+
+
+def render_page(files: Files) -> str:
+    """Render the whole page."""
+    frozen, parts = read_frozen(files.frozen), [NOTES.read_text().strip()]
+    trials, results = read_records(files.trials), read_records(files.results)
+    tables = {}
+    for name, setup in SETUPS.items():
+        if rows := find_rows(name, frozen, trials, results):
+            tables[name] = rows
+            parts += [f"## {setup.title}", describe_choice(name, frozen), render_table(setup, rows)]
+            parts += [render_domains(setup, rows)]
+    parts.insert(1, render_primary(tables))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# --- which records --------------------------------------------------------------------------------------------------
+
+
+def find_rows(
+    name: str, frozen: Mapping[str, RunRecord], trials: Sequence[RunRecord], results: Sequence[RunRecord]
+) -> dict[str, dict[Part, RunRecord]]:
+    """Return by method the records of its fresh seeds, or of the trial that each fold chose by validation."""
+    setup = SETUPS[name]
+    if setup.folds:
+        return find_fold_rows(name, trials)
+    entry = frozen.get(setup.trials_of or name)
+    if not entry:
+        return {}
+    choice = Choice(Schedule(**entry["schedule"]), entry["trials"])
+    rows: dict[str, dict[Part, RunRecord]] = {method: {} for method in setup.rows}
+    for run in list_final_runs(name, choice):
+        matches = [record for record in results if run.is_recorded([record])]
+        if matches:
+            rows[run.method][run.seed, 0] = matches[-1]
+    return rows if all(len(records) > 1 for records in rows.values()) else {}
+
+
+def find_fold_rows(name: str, trials: Sequence[RunRecord]) -> dict[str, dict[Part, RunRecord]]:
+    """Return by method and fold the record of the trial with the lowest validation NLL in that fold."""
+    setup = SETUPS[name]
+    rows: dict[str, dict[Part, RunRecord]] = {method: {} for method in setup.rows}
+    own = [record for record in trials if record["setup"] == name]
+    by_identity = {_identify(record): record for record in own}
+    for run in list_trials(name, setup.schedules[0]):
+        record = by_identity.get(_identify_run(run))
+        if record is None:
+            return {}
+        method, part = run.method.rpartition(": ")[0], (run.seed, int(run.experiment.data.fold.partition("/")[0]))
+        best = rows[method].get(part)
+        if best is None or record["validation_nll"] < best["validation_nll"]:
+            rows[method][part] = record
+    return rows
+
+
+def _identify(record: RunRecord) -> tuple[str, int, str]:
+    return record["method"], record["seed"], record["settings"].get("data.fold", "")
+
+
+def _identify_run(run: object) -> tuple[str, int, str]:
+    return run.method, run.seed, run.experiment.data.fold  # type: ignore[attr-defined]
+
+
+# --- one table ------------------------------------------------------------------------------------------------------
+
+
+def describe_choice(name: str, frozen: Mapping[str, RunRecord]) -> str:
+    """Say which schedule and trials validation chose."""
+    setup = SETUPS[name]
+    if setup.folds:
+        labels = {method: ", ".join(t.label for t in row.trials) for method, row in setup.rows.items()}
+        chosen = "Every fold chooses the trial of each method by its own validation patients."
+        return chosen + "\n\n" + "\n".join(f"- {method}: {text}" for method, text in labels.items())
+    entry = frozen[setup.trials_of or name]
+    lines = [f"Schedule: {entry['schedule']['schedule']}, learning rate {entry['schedule']['lr']:g}."]
+    if setup.trials_of:
+        lines[0] += f" Schedule and trials are those of `{setup.trials_of}`; nothing was chosen here."
+    for method, row in setup.rows.items():
+        scores = entry["validation_nll"][method]
+        cells = [f"{t.label} {s:.4f}" for t, s in zip(row.trials, scores, strict=True)]
+        cells[entry["trials"][method]] = f"**{cells[entry['trials'][method]]}**"
+        lines.append(f"- {method} (validation NLL): {', '.join(cells)}")
+    return "\n".join([lines[0], "", *lines[1:]])
+
+
+def render_table(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:
+    """Render means over seeds, and UEFL's paired gain over every other method."""
+    columns = [c for c in COLUMNS if all(c.metric in s for r in rows[UEFL].values() for s in _judged(r).values())]
+    head = ["method", *(c.title for c in columns), "UEFL's gain in mA, points", "in NLL, %", "own codewords"]
+    head += ["MB per round and silo"]
+    lines = [head, ["---"] * len(head)]
+    compare = _get_comparison(setup)
+    for method, records in rows.items():
+        cells = [_format_mean([c.scale * mean_over_silos(r, c.metric) for r in records.values()], c) for c in columns]
+        gains = ["", ""]
+        if method != UEFL:
+            parts = sorted(set(records) & set(rows[UEFL]))
+            gains = [
+                format_gain(find_accuracy_gain(rows, method, parts, compare), MARGIN_POINTS, 2),
+                format_gain(find_nll_gain(rows, method, parts, compare), MARGIN_NLL, 1),
+            ]
+        codewords = mean(r["num_codewords"][1] for r in records.values())
+        cost = mean((r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values())
+        lines.append([method, *cells, *gains, f"{codewords:.0f}", f"{cost:.2f}"])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _get_comparison(setup: Setup) -> Compare:
+    return partial(compare_folds, test_to_train=1 / (setup.folds - 1)) if setup.folds else compare_seeds
+
+
+def _judged(record: RunRecord) -> Mapping[str, RunRecord]:
+    """Return the silos with enough examples of every class to be judged by all metrics."""
+    silos: Mapping[str, RunRecord] = record["silos"]
+    return {name: silo for name, silo in silos.items() if name != "Switzerland"} if "Switzerland" in silos else silos
+
+
+def mean_over_silos(record: RunRecord, metric: str) -> float:
+    """Return the mean of a metric over the silos that have it."""
+    values = [silo[metric] for silo in record["silos"].values() if metric in silo]
+    return mean(values) if values else float("nan")
+
+
+def find_accuracy_gain(
+    rows: Mapping[str, Mapping[Part, RunRecord]], method: str, parts: Sequence[Part], compare: Compare
+) -> Difference:
+    """Return UEFL's gain in mean accuracy, in points."""
+    return compare(*([100 * mean_over_silos(rows[m][p], "accuracy") for p in parts] for m in (UEFL, method)))
+
+
+def find_nll_gain(
+    rows: Mapping[str, Mapping[Part, RunRecord]], method: str, parts: Sequence[Part], compare: Compare
+) -> Difference:
+    """Return by how much UEFL's NLL is lower, in percent of the other method's mean."""
+    theirs, ours = ([mean_over_silos(rows[m][p], "nll") for p in parts] for m in (method, UEFL))
+    center = mean(theirs)
+    return compare([100 * x / center for x in theirs], [100 * x / center for x in ours])
+
+
+def format_gain(gain: Difference, margin: float, digits: int) -> str:
+    """Format a gain with its interval and the verdict."""
+    verdict = "undecided"
+    if gain.low > 0:
+        verdict = "**ahead**"
+    elif gain.high < 0:
+        verdict = "**below**"
+    elif gain.low > -margin:
+        verdict = "not below"
+    return f"{gain.mean:+.{digits}f} [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}] {verdict}"
+
+
+def _format_mean(values: Sequence[float], column: Column) -> str:
+    return f"{mean(values):.{column.digits}f} ± {stdev(values):.{column.digits}f}"
+
+
+def render_domains(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:
+    """Render the accuracy of every domain, and UEFL's gain over FedAvg there."""
+    domains = list(dict.fromkeys(s["domain"] for s in next(iter(rows[UEFL].values()))["silos"].values()))
+    head = ["mA by domain, %", *domains]
+    lines = [head, ["---"] * len(head)]
+    compare = _get_comparison(setup)
+
+    def mean_of_domain(record: RunRecord, domain: str) -> float:
+        return 100.0 * mean(float(s["accuracy"]) for s in record["silos"].values() if s["domain"] == domain)
+
+    for method, records in rows.items():
+        values = {d: [mean_of_domain(r, d) for r in records.values()] for d in domains}
+        lines.append([method, *(f"{mean(v):.2f} ± {stdev(v):.2f}" for v in values.values())])
+    parts = sorted(set(rows[UEFL]) & set(rows[FEDAVG]))
+    gains = [compare(*([mean_of_domain(rows[m][p], d) for p in parts] for m in (UEFL, FEDAVG))) for d in domains]
+    lines.append(["UEFL − FedAvg", *(f"{g.mean:+.2f} [{g.low:+.2f}, {g.high:+.2f}]" for g in gains)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def render_primary(tables: Mapping[str, Mapping[str, Mapping[Part, RunRecord]]]) -> str:
+    """Render the primary comparisons, adjusted over the tables."""
+    if not tables:
+        return "There are no records yet."
+    gains = {}
+    for name, rows in tables.items():
+        parts = sorted(set(rows[UEFL]) & set(rows[FEDAVG]))
+        gains[name] = find_nll_gain(rows, FEDAVG, parts, _get_comparison(SETUPS[name]))
+    adjusted = adjust_holm({name: gain.p_value for name, gain in gains.items()})
+    head = ["primary comparison: NLL of FedAvg − UEFL", "seeds", "gain, %", "p, adjusted"]
+    lines = [head, ["---"] * len(head)]
+    for name, gain in gains.items():
+        count = f"{len(tables[name][UEFL])}" if not SETUPS[name].folds else f"{len(SEEDS)} × {SETUPS[name].folds} folds"
+        lines.append([SETUPS[name].title, count, format_gain(gain, MARGIN_NLL, 1), f"{adjusted[name]:.2g}"])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

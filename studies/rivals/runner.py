@@ -1,0 +1,161 @@
+"""Choose schedule and trials by validation, freeze them, then run fresh seeds. Records on disk; every step resumes."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
+from studies.rivals.setups import FEDAVG, SEEDS, SETUPS, TRIAL_SEEDS, Schedule, Setup
+from uefl.core.errors import InputError
+from uefl.experiment.records import read_records
+
+SEARCH = "schedule search"  # row of the runs that choose the schedule
+
+
+class Files(NamedTuple):
+    """The records of a study."""
+
+    trials: Path
+    frozen: Path
+    results: Path
+
+
+class Choice(NamedTuple):
+    """What was frozen for one setup."""
+
+    schedule: Schedule
+    trials: dict[str, int]  # by row: the number of its trial
+
+
+# --- trials -----------------------------------------------------------------------------------------------------------
+
+
+def list_schedule_search(name: str) -> list[StudyRun]:
+    """List the runs of FedAvg's first trial with every schedule."""
+    setup = SETUPS[name]
+    return [
+        make_run(name, FEDAVG, 0, schedule, seed, row=f"{SEARCH}: {schedule}")
+        for schedule in setup.schedules
+        for seed in TRIAL_SEEDS
+    ]
+
+
+def make_run(
+    name: str, method: str, trial: int, schedule: Schedule, seed: int, *, fold: int = 0, row: str = ""
+) -> StudyRun:
+    """Return one run of a setup."""
+    experiment = SETUPS[name].make_experiment(method, SETUPS[name].rows[method].trials[trial], schedule, seed, fold)
+    return StudyRun(name, row or method, seed, experiment, with_silos=True)
+
+
+def select_schedule(name: str, run_records: Sequence[RunRecord]) -> Schedule:
+    """Return the schedule with which FedAvg has the lowest validation NLL; at the edge of the grid it is an error."""
+    setup = SETUPS[name]
+    scores = {
+        schedule: mean_validation_nll(
+            [run for run in list_schedule_search(name) if run.method == f"{SEARCH}: {schedule}"], run_records
+        )
+        for schedule in setup.schedules
+    }
+    best = min(scores, key=lambda schedule: scores[schedule])
+    rates = [schedule.lr for schedule in setup.schedules if schedule.schedule == best.schedule]
+    if len(rates) > 1 and best.lr in (min(rates), max(rates)):
+        raise InputError(f"{name}: the best learning rate {best.lr:g} is at the edge of {rates}; extend the grid")
+    return best
+
+
+def list_trials(name: str, schedule: Schedule) -> list[StudyRun]:
+    """List the runs of all trials of all rows; with folds, every fold of every seed."""
+    setup = SETUPS[name]
+    return [
+        make_run(name, method, trial, schedule, seed, fold=fold, row=f"{method}: {choice.label}")
+        for method, row in setup.rows.items()
+        for trial, choice in enumerate(row.trials)
+        for seed, fold in list_trial_parts(setup)
+    ]
+
+
+def list_trial_parts(setup: Setup) -> list[tuple[int, int]]:
+    """Return seeds and folds of the trials: with folds, trials are chosen again inside each, so all are run."""
+    if setup.folds:
+        return [(seed, fold) for seed in SEEDS for fold in range(1, setup.folds + 1)]
+    return [(seed, 0) for seed in TRIAL_SEEDS]
+
+
+def mean_validation_nll(runs: Sequence[StudyRun], run_records: Sequence[RunRecord]) -> float:
+    """Return the mean validation NLL of runs, all of which must be recorded."""
+    values: list[float] = []
+    for run in runs:
+        matches = [record for record in run_records if run.is_recorded([record])]
+        if not matches:
+            raise InputError(f"{run.label} has no record; run `python -m studies.rivals select --setup {run.setup}`")
+        values.append(matches[-1]["validation_nll"])
+    return mean(values)
+
+
+def run_trials(name: str, resources: StudyResources, files: Files, report: Callable[[str], None]) -> int:
+    """Search the schedule, then run all trials; return the number of runs that failed or are left."""
+    setup = SETUPS[name]
+    left = 0
+    if len(setup.schedules) > 1:
+        left = run_parallel(list_schedule_search(name), resources, files.trials, report)
+        if left:
+            return left
+    schedule = setup.schedules[0] if len(setup.schedules) == 1 else select_schedule(name, read_records(files.trials))
+    report(f"{name}: schedule {schedule}")
+    return run_parallel(list_trials(name, schedule), resources, files.trials, report)
+
+
+# --- freezing -------------------------------------------------------------------------------------------------------
+
+
+def freeze_choice(name: str, files: Files) -> Choice:
+    """Write down the trial of every row with the lowest validation NLL; a frozen choice never changes."""
+    frozen = read_frozen(files.frozen)
+    if name not in frozen:
+        run_records, setup = read_records(files.trials), SETUPS[name]
+        schedule = setup.schedules[0] if len(setup.schedules) == 1 else select_schedule(name, run_records)
+        scores = defaultdict[str, list[float]](list)
+        for method, row in setup.rows.items():
+            for trial, choice in enumerate(row.trials):
+                runs = [
+                    make_run(name, method, trial, schedule, seed, row=f"{method}: {choice.label}")
+                    for seed, _ in list_trial_parts(setup)
+                ]
+                scores[method].append(mean_validation_nll(runs, run_records))
+        frozen[name] = {
+            "schedule": {"schedule": schedule.schedule, "lr": schedule.lr},
+            "trials": {method: values.index(min(values)) for method, values in scores.items()},
+            "validation_nll": scores,
+        }
+        files.frozen.write_text(json.dumps(frozen, indent=1, ensure_ascii=False) + "\n")
+    entry = frozen[name]
+    return Choice(Schedule(**entry["schedule"]), entry["trials"])
+
+
+def read_frozen(path: Path) -> dict[str, Any]:
+    """Return the frozen choices by setup."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+# --- fresh seeds ------------------------------------------------------------------------------------------------------
+
+
+def list_final_runs(name: str, choice: Choice, seeds: Sequence[int] = SEEDS) -> list[StudyRun]:
+    """List the runs of the frozen settings with fresh seeds."""
+    return [
+        make_run(name, method, trial, choice.schedule, seed)
+        for method, trial in choice.trials.items()
+        for seed in seeds
+    ]
+
+
+def run_final(name: str, resources: StudyResources, files: Files, report: Callable[[str], None]) -> int:
+    """Freeze the settings, then run the fresh seeds."""
+    choice = freeze_choice(SETUPS[name].trials_of or name, files)
+    return run_parallel(list_final_runs(name, choice), resources, files.results, report)

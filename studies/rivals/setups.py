@@ -1,0 +1,265 @@
+"""The setups: data, network and rounds, and for every method the same number of trials.
+
+A trial is what a method may choose by validation: the weights of its own terms, the size of a codebook, the form of the
+network. Optimizer, schedule and learning rate are chosen once, with FedAvg, and are the same for all methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from uefl.algorithms import METHODS
+from uefl.algorithms.extensible_codebook import ExtensibleCodebook
+from uefl.core.local import LocalTraining
+from uefl.data.config import DataConfig
+from uefl.data.defaults import get_default_config
+from uefl.experiment.experiment import Experiment
+from uefl.models.model_config import ModelConfig
+
+FEDAVG, UEFL = "FedAvg", "UEFL"
+TRIAL_SEEDS = (20, 21)  # not used before
+SEEDS = tuple(range(100, 110))  # fresh: no setting was chosen with them
+NUM_TRIALS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One choice of a method's own settings."""
+
+    label: str
+    method: Mapping[str, Any] = field(default_factory=dict)
+    local: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    lr_factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method with its trials."""
+
+    method: str  # name in METHODS
+    trials: Sequence[Trial]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate and its schedule, chosen with FedAvg."""
+
+    schedule: str
+    lr: float
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, {self.lr:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One table."""
+
+    title: str
+    data: DataConfig
+    model: ModelConfig
+    local: LocalTraining
+    rounds: Mapping[str, Any]
+    schedules: Sequence[Schedule]
+    rows: Mapping[str, Row]
+    trials_of: str = ""  # another setup whose trials were chosen already, with the same data set
+    folds: int = 0  # parts of a cross-validation; 0: a test set
+
+    def make_experiment(self, row: str, trial: Trial, schedule: Schedule, seed: int, fold: int = 0) -> Experiment:
+        """Make the experiment of one row, trial and seed."""
+        lr = schedule.lr * trial.lr_factor
+        local = replace(self.local, **{"schedule": schedule.schedule, "lr": lr, **trial.local})
+        return Experiment(
+            method=METHODS[self.rows[row].method](**{**self.rounds, "local": local, **trial.method}),
+            data=replace(self.data, fold=f"{fold}/{self.folds}") if fold else self.data,
+            model=replace(self.model, **trial.model),
+            seed=seed,
+        )
+
+
+def make_codebook(**fields: Any) -> ExtensibleCodebook:
+    """Return a codebook whose codewords stand for whole tokens and learn from the task too."""
+    usual = {
+        "num_codewords": 512,
+        "segments": 1,
+        "commitment_weight": 0.05,
+        "min_standard_errors": 0.0,
+        "codeword_gradient": "task",
+    }
+    return ExtensibleCodebook(**{**usual, **fields})
+
+
+NO_NORM = {"feature_norm": "none"}
+SLOWER = 1 / 3
+IMAGE_ROWS: Mapping[str, Row] = {
+    FEDAVG: Row(
+        method="fedavg",
+        trials=(
+            Trial(label="layer norm"),
+            Trial(label="no layer norm", model=NO_NORM),
+            Trial(label="layer norm, a third of the rate", lr_factor=SLOWER),
+            Trial(label="no layer norm, a third of the rate", model=NO_NORM, lr_factor=SLOWER),
+        ),
+    ),
+    "FedBN": Row(
+        method="fedbn",
+        trials=(
+            Trial(label="layer norm"),
+            Trial(label="no layer norm", model=NO_NORM),
+            Trial(label="layer norm, a third of the rate", lr_factor=SLOWER),
+            Trial(label="no layer norm, a third of the rate", model=NO_NORM, lr_factor=SLOWER),
+        ),
+    ),
+    "FedAvg, fine-tuned": Row(
+        method="fine-tuning",
+        trials=tuple(Trial(label=f"{e} epochs", method={"fine_tuning_epochs": e}) for e in (1, 2, 5, 10)),
+    ),
+    "FedPer": Row(
+        method="fedper",
+        trials=(
+            Trial(label="from the hidden layer on"),
+            Trial(label="last layer", method={"personal_layers": "last"}),
+            Trial(label="from the hidden layer on, a third of the rate", lr_factor=SLOWER),
+            Trial(label="last layer, a third of the rate", method={"personal_layers": "last"}, lr_factor=SLOWER),
+        ),
+    ),
+    "Ditto": Row(
+        method="ditto",
+        trials=tuple(Trial(label=f"λ = {x:g}", method={"lam": x}) for x in (0.03, 0.1, 1.0, 2.0)),
+    ),
+    "IFCA": Row(
+        method="ifca",
+        trials=(
+            *(Trial(label=f"{k} models", method={"num_models": k}) for k in (2, 3, 4)),
+            Trial(label="3 models, one encoder", method={"num_models": 3, "initial_models": "classifier"}),
+        ),
+    ),
+    "Local-only": Row(
+        method="local-only",
+        trials=(
+            Trial(label="layer norm"),
+            Trial(label="no layer norm", model=NO_NORM),
+            Trial(label="layer norm, a third of the rate", lr_factor=SLOWER),
+            Trial(label="no layer norm, a third of the rate", model=NO_NORM, lr_factor=SLOWER),
+        ),
+    ),
+    UEFL: Row(
+        method="uefl",
+        trials=(
+            Trial(label="1 × 1024", method={"codebook": make_codebook(num_codewords=1024)}),
+            Trial(
+                label="1 × 1024, learned gate",
+                method={"codebook": make_codebook(num_codewords=1024, gate="learned", gate_value=0.9)},
+            ),
+            Trial(
+                label="1 × 1024, own batch norm",
+                method={"codebook": make_codebook(num_codewords=1024), "batch_norm": "personal"},
+            ),
+            Trial(
+                label="1 × 1024, own batch norm, learned gate",
+                method={
+                    "codebook": make_codebook(num_codewords=1024, gate="learned", gate_value=0.9),
+                    "batch_norm": "personal",
+                },
+            ),
+        ),
+    ),
+}
+
+NINE_SILOS: dict[str, Any] = {
+    "model": ModelConfig(width=16, hidden_size=128),
+    "local": LocalTraining(optimizer="adam", batch_size=256, epochs=2, eval_batch_size=512),
+    "rounds": {"rounds": 14, "extra_rounds": 8, "iterations": 3, "evaluate_local": False},
+    "schedules": tuple(Schedule(schedule=s, lr=lr) for s in ("constant", "cosine") for lr in (1e-3, 3e-3, 1e-2)),
+    "rows": IMAGE_ROWS,
+}
+ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=get_default_config("mnist"))
+# --- four hospitals ---------------------------------------------------------------------------------------------------
+
+HOSPITAL_ADJUSTMENT = {"logit_adjustment": "local"}
+LOGISTIC: dict[str, Any] = {"encoder": "identity", "width": 0, "hidden_size": 0, "dropout": 0.0, "feature_norm": "none"}
+REGRESSION = tuple(
+    Trial(
+        label=f"ridge {decay:g}",
+        method=HOSPITAL_ADJUSTMENT,
+        local={"lr": 0.03, "weight_decay": decay},
+        model=LOGISTIC,
+    )
+    for decay in (0.1, 0.3, 1.0, 3.0)
+)
+HOSPITAL_RATES = (1e-3, 3e-3)
+HOSPITAL_CODEBOOK: dict[str, Any] = {"num_codewords": 16, "segments": 4}
+
+
+def list_hospital_trials(label: str, values: Sequence[Any], make: Any) -> tuple[Trial, ...]:
+    """Return two learning rates with two values of a method's own setting."""
+    trials = []
+    for lr in HOSPITAL_RATES:
+        for value in values:
+            parts: dict[str, Any] = {part: dict(fields) for part, fields in make(value).items()}
+            parts["method"] = {**HOSPITAL_ADJUSTMENT, **parts.get("method", {})}
+            parts["local"] = {"lr": lr, **parts.get("local", {})}
+            trials.append(Trial(label=f"{label} {value}, rate {lr:g}", **parts))
+    return tuple(trials)
+
+
+def decay_weights(decay: float) -> dict[str, Any]:
+    """Return the fields of a weight decay."""
+    return {"local": {"weight_decay": decay}}
+
+
+HOSPITALS = Setup(
+    title="Heart disease, four hospitals, 10 × 5 folds over patients",
+    data=replace(get_default_config("heart"), validation_fraction=0.2),
+    model=ModelConfig(encoder="mlp", width=64, hidden_size=32),
+    local=LocalTraining(optimizer="adamw", batch_size=16, epochs=2, weight_decay=0.1),
+    rounds={"rounds": 10, "extra_rounds": 5, "iterations": 3, "evaluate_local": False},
+    schedules=(Schedule(schedule="cosine", lr=1e-3),),
+    folds=5,
+    rows={
+        "Logistic regression, local": Row(method="local-only", trials=REGRESSION),
+        "Logistic regression, FedAvg": Row(method="fedavg", trials=REGRESSION),
+        "Logistic regression, centralized": Row(method="centralized", trials=REGRESSION),
+        "Local-only": Row(
+            method="local-only",
+            trials=list_hospital_trials("dropout", (0.1, 0.5), lambda p: {"model": {"dropout": p}}),
+        ),
+        "Centralized": Row(
+            method="centralized",
+            trials=list_hospital_trials("dropout", (0.1, 0.5), lambda p: {"model": {"dropout": p}}),
+        ),
+        FEDAVG: Row(method="fedavg", trials=list_hospital_trials("weight decay", (0.1, 0.5), decay_weights)),
+        "FedBN": Row(
+            method="fedbn",
+            trials=list_hospital_trials(
+                "weight decay", (0.1, 0.5), lambda decay: {**decay_weights(decay), "model": {"encoder": "mlp-bn"}}
+            ),
+        ),
+        "Ditto": Row(
+            method="ditto", trials=list_hospital_trials("λ", (0.1, 1.0), lambda x: {"method": {"lam": x}})
+        ),
+        UEFL: Row(
+            method="uefl",
+            trials=list_hospital_trials(
+                "gate",
+                ("none", "learned"),
+                lambda gate: {"method": {"codebook": make_codebook(**HOSPITAL_CODEBOOK, gate=gate, gate_value=0.9)}},
+            ),
+        ),
+    },
+)
+
+SETUPS: Mapping[str, Setup] = {
+    "rotated": ROTATED,
+    "imbalanced": replace(
+        ROTATED,
+        title="MNIST, three, one and one silos of three rotations",
+        data=replace(ROTATED.data, num_silos=(3, 1, 1)),
+        trials_of="rotated",
+    ),
+    "fashion": replace(ROTATED, title="Fashion-MNIST, nine silos, three rotations", data=get_default_config("fmnist")),
+    "hospitals": HOSPITALS,
+}

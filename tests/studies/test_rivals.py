@@ -1,0 +1,58 @@
+"""The study of rivals: its statistics against scipy and by hand, its verdicts, and every experiment it names."""
+
+from __future__ import annotations
+
+import pytest
+from scipy.stats import ttest_rel
+
+from studies.rivals.page import format_gain
+from studies.rivals.runner import list_schedule_search, list_trials
+from studies.rivals.setups import NUM_TRIALS, SEEDS, SETUPS, TRIAL_SEEDS
+from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
+
+OURS, THEIRS = [0.91, 0.95, 0.93, 0.97, 0.94], [0.90, 0.92, 0.935, 0.95, 0.91]
+
+
+def test_a_paired_comparison_is_scipys() -> None:
+    ours, scipys = compare_seeds(OURS, THEIRS), ttest_rel(OURS, THEIRS, alternative="greater")
+    interval = ttest_rel(OURS, THEIRS).confidence_interval(0.95)
+    assert ours == pytest.approx((0.017, interval.low, interval.high, scipys.pvalue))
+
+
+def test_folds_share_training_rows_and_have_a_wider_interval() -> None:
+    seeds, folds = compare_seeds(OURS, THEIRS), compare_folds(OURS, THEIRS, test_to_train=0.25)
+    # (1/5 + 1/4) / (1/5) = 2.25, the square of 1.5
+    assert folds.high - folds.mean == pytest.approx(1.5 * (seeds.high - seeds.mean))
+    assert folds.mean == seeds.mean
+
+
+def test_holm_multiplies_the_smallest_by_all_and_never_decreases() -> None:
+    adjusted = adjust_holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert adjusted == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02})
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(0.1, 0.9, "ahead"), (-0.2, 0.9, "not below"), (-0.5, 0.9, "undecided"), (-0.9, -0.1, "below")],
+)
+def test_a_verdict_claims_no_more_than_its_interval(low: float, high: float, verdict: str) -> None:
+    assert format_gain(Difference((low + high) / 2, low, high, 0.5), 0.3, 2).endswith(
+        f"**{verdict}**" if verdict in ("ahead", "below") else verdict
+    )
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: str) -> None:
+    setup = SETUPS[name]
+    assert {len(row.trials) for row in setup.rows.values()} == {NUM_TRIALS}
+    runs = list_trials(name, setup.schedules[0])
+    assert len({str(run.experiment) for run in runs}) == len(runs)
+    assert all(run.experiment.method.total_rounds == runs[0].experiment.method.total_rounds for run in runs)
+    if len(setup.schedules) > 1:
+        assert len(list_schedule_search(name)) == len(setup.schedules) * len(TRIAL_SEEDS)
+
+
+def test_fresh_seeds_were_not_used_to_choose_anything() -> None:
+    used = {*range(6), 11, 12, 13, *TRIAL_SEEDS}
+    assert not used & set(SEEDS)
+    assert len(SEEDS) == 10
