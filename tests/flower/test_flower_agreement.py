@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from small_federation import (
 )
 
 from uefl.algorithms import METHODS
+from uefl.algorithms.extensible_codebook import Extend
 from uefl.core.federation import Broadcast
 from uefl.core.label_prior import LOG_PRIOR
 from uefl.core.registry import Entry
@@ -59,6 +61,18 @@ def test_three_rounds_and_an_extension_agree(name, tmp_path):
     assert pairs[0] == (round_like(pairs[1], pairs[0]) if name == "fccl" else pairs[1])
     if name == "uefl":
         assert flower.access.shape[1] > 8, "the codebook was not extended"
+
+
+@pytest.mark.parametrize("extend", [extend for extend in get_args(Extend) if extend != "uncertain"])
+def test_every_choice_of_receivers_agrees_over_three_iterations(extend, tmp_path):
+    """From the second decision on, silos also evaluate the model without their own codewords."""
+    codebook = replace(make_experiment().method.codebook, extend=extend)
+    experiment = make_experiment(codebook=codebook, iterations=3)
+    serial, serial_records, flower, flower_records = run_both_engines(experiment, tmp_path)
+    assert torch.equal(serial.access, flower.access)
+    assert max_difference(serial, flower) < 1e-9
+    assert [drop_seconds(r) for r in serial_records] == [drop_seconds(r) for r in flower_records]
+    assert [r["round"] for r in flower_records if "decision" in r] == ([] if extend == "none" else [2, 3])
 
 
 def test_a_method_of_a_user_agrees(tmp_path, monkeypatch):
