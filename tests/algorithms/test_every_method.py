@@ -42,16 +42,16 @@ every_variant = pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=VARIA
 
 # What the methods of the paper must and must not accept; any further method may choose, if its error is one line.
 ACCEPT_ENSEMBLES, REJECT_ENSEMBLES = (
-    {"fedprox", "scaffold", "fedbn", "pmfl"},
+    {"fedprox", "scaffold", "fedbn", "pmfl", "fedper", "fine-tuning", "ditto", "ifca"},
     {"fedsr", "fediir", "fedcr", "vhl", "fedbr", "distrans", "fccl"},
 )
 ACCEPT_TARGETS, REJECT_TARGETS = (
-    {"fedprox", "scaffold", "fedsr", "fediir", "vhl", "fedbr", "distrans"},
-    {"fedbn", "fedcr", "pmfl", "fccl", "local-only"},
+    {"fedprox", "scaffold", "fedsr", "fediir", "vhl", "fedbr", "distrans", "fine-tuning"},
+    {"fedbn", "fedcr", "pmfl", "fccl", "local-only", "fedper", "ditto", "ifca"},
 )
 ACCEPT_CODEBOOKS, REJECT_CODEBOOKS = (
-    {"fedprox", "scaffold", "fedbn", "fedsr"},
-    {"fediir", "fedcr", "vhl", "fedbr", "distrans", "pmfl", "fccl"},
+    {"fedprox", "scaffold", "fedbn", "fedsr", "fedper", "fine-tuning"},
+    {"fediir", "fedcr", "vhl", "fedbr", "distrans", "pmfl", "fccl", "ditto", "ifca"},
 )
 
 
@@ -210,6 +210,9 @@ def test_every_method_has_a_docstring_and_keyword_only_settings(name):
         ("distrans", "blend", -0.1),
         ("pmfl", "shared_fraction", 0.0),
         ("fccl", "pretrain_rounds", 0),
+        ("fine-tuning", "fine_tuning_epochs", -1),
+        ("ditto", "lam", -1.0),
+        ("ifca", "num_models", 0),
     ],
 )
 def test_value_outside_its_range_is_named(name, field, value):
@@ -234,7 +237,7 @@ def test_reply_with_extras_that_are_not_finite_is_rejected(name):
     assert find_reply_error(reply, server.model_state, server.access[0]) == ""
 
 
-@pytest.mark.parametrize("name", ["scaffold", "distrans", "pmfl", "fccl"])
+@pytest.mark.parametrize("name", ["scaffold", "distrans", "pmfl", "fccl", "fedper", "ditto"])
 def test_silo_that_lost_its_client_state_starts_with_a_new_one(name):
     method = make_method(name)
     run = run_method(method, rounds=2)

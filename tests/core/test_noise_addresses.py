@@ -9,6 +9,7 @@ from uefl.data.shifts import SHIFTS
 FROZEN = {
     "SILO_SPLIT": "split",
     "INITIAL_WEIGHTS": "weights",
+    "INITIAL_MODELS": "initial models",
     "BATCH_ORDER": "order",
     "TRAINING_STEP": "train",
     "INITIAL_CLIENT_STATE": "first",
@@ -48,6 +49,7 @@ def test_table_of_addresses_is_frozen():
         "compute_centroids": "centroids",
         "compute_image_means": "means",
         "sum_classifier_gradients": "head_gradient",
+        "sum_training_losses": "training losses",
     }
     assert noise_addresses.PARTITIONERS == {
         "pathological": "classes",

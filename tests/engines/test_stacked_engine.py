@@ -145,7 +145,7 @@ def test_codeword_gradients_of_compiled_code_equal_those_of_eager_code(monkeypat
     assert not any(buffers.uncompilable_losses for buffers in clients._buffers.values())
 
 
-@pytest.mark.parametrize("name", ["uefl", "scaffold", "fedcr", "fedsr", "pmfl", "fccl"])
+@pytest.mark.parametrize("name", ["uefl", "scaffold", "fedcr", "fedsr", "pmfl", "fccl", "fine-tuning", "ditto"])
 def test_client_states_are_the_same_on_both_engines(name):
     method = make_short_method(METHODS[name])
     stacked, serial = (make_engine(method, dtype=torch.float64, engine=e) for e in (StackedEngine, SerialEngine))

@@ -68,6 +68,18 @@ def test_client_state_is_never_sent(tmp_path):
         assert not read_tensors(message, "tensors")
 
 
+def test_own_models_are_in_no_message(tmp_path):
+    for name in ("ditto", "fine-tuning"):
+        experiment, grid, replies = make_experiment(name), make_grid(tmp_path / name), []
+        grid.tamper = lambda message, reply, replies=replies: replies.append((message, reply)) or reply
+        run_rounds(make_flower_engine(grid, experiment), experiment)
+        assert not any(n.startswith("personal.") for m in grid.sent_messages for n in read_tensors(m, "model_state"))
+        assert not any(n.startswith("personal.") for _, reply in replies for n in read_tensors(reply, "tensors"))
+        personal = [reply for message, reply in replies if read_payload(message).get("is_personal")]
+        assert len(personal) == (3 if name == "fine-tuning" else 0)
+        assert not any(read_tensors(reply, record) for reply in personal for record in ("tensors", "extras"))
+
+
 def list_records(message) -> set[str]:
     """Return the names of the records of tensors, wherever they travel in a message."""
     packed = {n.removeprefix(wire.PACKED_PREFIX) for n in message.content.config_records[wire.PAYLOAD_RECORD]}

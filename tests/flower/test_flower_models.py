@@ -16,7 +16,7 @@ def find_copies(state_folder):
     return {path.parent.name.removeprefix("silo-"): path for path in state_folder.rglob(RunFolder.MODEL_FILE)}
 
 
-@pytest.mark.parametrize("name", ["uefl", "fedbn", "local-only"])
+@pytest.mark.parametrize("name", ["uefl", "fedbn", "local-only", "fine-tuning", "ditto", "ifca"])
 def test_a_silos_copy_predicts_as_the_silo_was_evaluated(name, tmp_path):
     experiment, grid = make_experiment(name), make_grid(tmp_path)
     engine = make_flower_engine(grid, experiment)
