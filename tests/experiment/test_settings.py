@@ -69,7 +69,7 @@ def test_booleans_have_their_usual_spellings(text, value):
         ("gamma=much", "gamma=much is not a number"),
         ("num_codewords=2.5", "num_codewords=2.5 is not a whole number"),
         ("extend=perhaps", "extend=perhaps; allowed: true, false"),
-        ("extension_scope=all", "extension_scope=all; allowed: silo, group"),
+        ("extension_scope=all", "extension_scope=all; allowed: silo, group, alike"),
         ("gamma", "'gamma' is not of the form field=value"),
         ("=3", "'=3' is not of the form field=value"),
         ("gamma=-1", "gamma=-1.0 must be at least 0"),
