@@ -238,9 +238,7 @@ HOSPITALS = Setup(
                 "weight decay", (0.1, 0.5), lambda decay: {**decay_weights(decay), "model": {"encoder": "mlp-bn"}}
             ),
         ),
-        "Ditto": Row(
-            method="ditto", trials=list_hospital_trials("λ", (0.1, 1.0), lambda x: {"method": {"lam": x}})
-        ),
+        "Ditto": Row(method="ditto", trials=list_hospital_trials("λ", (0.1, 1.0), lambda x: {"method": {"lam": x}})),
         UEFL: Row(
             method="uefl",
             trials=list_hospital_trials(

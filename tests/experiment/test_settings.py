@@ -74,7 +74,7 @@ def test_booleans_have_their_usual_spellings(text, value):
         ("uncertainty_test=t", "uncertainty_test=t; allowed: none, standard_errors, permutation"),
         ("uncertainty_level=0", "uncertainty_level=0.0 must be greater than 0 and less than 1"),
         ("uncertainty_level=1", "uncertainty_level=1.0 must be greater than 0 and less than 1"),
-        ("extension_scope=all", "extension_scope=all; allowed: silo, group"),
+        ("extension_scope=all", "extension_scope=all; allowed: silo, group, alike"),
         ("gamma", "'gamma' is not of the form field=value"),
         ("=3", "'=3' is not of the form field=value"),
         ("gamma=-1", "gamma=-1.0 must be at least 0"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from uefl.algorithms.alike_silos import group_alike_silos
 from uefl.algorithms.centroids import (
     Centroids,
     cluster_features,
@@ -120,8 +121,10 @@ class ExtensibleCodebook(CodebookHooks):
     uncertainty_level: float = setting(
         0.05, "Level of the permutation test, for all silos and decisions of a run together.", above=0, below=1
     )
-    extension_scope: Literal["silo", "group"] = setting(
-        "silo", "New codewords per uncertain silo, or together for all uncertain silos (D7)."
+    extension_scope: Literal["silo", "group", "alike"] = setting(
+        "silo",
+        "New codewords per uncertain silo, together for all uncertain silos (group), or together for those whose "
+        "centroids are alike (D7).",
     )
     extension_growth: Literal["constant", "double"] = setting(
         "constant", "Codewords per extension: v, or as many as the silo with most codewords has (D8)."
@@ -307,17 +310,25 @@ class ExtensibleCodebook(CodebookHooks):
         v = self.num_codewords or get_extension_size(server)
         v = v if self.extension_growth == "constant" else int(access_rows.sum(1).max())
         server, centroids = self.query_centroids(method, clients, server, silo_names, v)
+        groups = self.group_receivers(centroids)
         if self.new_codeword_init == "gaussian":
             centroids = {n: self.draw_codewords(clients.seed, n, server.round, c) for n, c in centroids.items()}
-        receivers = tuple(centroids)
         if self.retention == "newest":
-            server = revoke_codewords(server, receivers)
-        if self.extension_scope == "group" and centroids:
-            server = add_codewords(server, receivers, merge_centroids(list(centroids.values()), v, clients.seed))
-        else:
-            for silo_name, (codewords, _) in centroids.items():
-                server = add_codewords(server, (silo_name,), codewords)
+            server = revoke_codewords(server, tuple(centroids))
+        for group in groups:
+            pieces = [centroids[name] for name in group]
+            is_merged = len(group) > 1 or self.extension_scope == "group"
+            codewords = merge_centroids(pieces, v, clients.seed) if is_merged else pieces[0].centroids
+            server = add_codewords(server, group, codewords)
         return record_kmeans_time(server, time.perf_counter() - started)
+
+    def group_receivers(self, centroids: Mapping[str, Centroids]) -> list[tuple[str, ...]]:
+        """Return the groups of silos that share new codewords (D7)."""
+        if self.extension_scope == "alike":
+            return group_alike_silos(centroids)
+        if self.extension_scope == "group":
+            return [tuple(centroids)] if centroids else []
+        return [(name,) for name in centroids]
 
     @staticmethod
     def draw_codewords(seed: int, silo_name: str, round_number: int, like: Centroids) -> Centroids:
