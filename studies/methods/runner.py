@@ -63,7 +63,8 @@ class StudyRun(NamedTuple):
     @property
     def label(self) -> str:
         """Name the run in messages."""
-        return f"{self.setup}, {self.method}, lr {self.experiment.method.local.lr:g}, seed {self.seed}"
+        fold = f", fold {self.experiment.data.fold}" if self.experiment.data.fold else ""
+        return f"{self.setup}, {self.method}, lr {self.experiment.method.local.lr:g}, seed {self.seed}{fold}"
 
     def is_recorded(self, run_records: Iterable[RunRecord]) -> bool:
         """Whether one of the records is this run's."""
@@ -219,6 +220,7 @@ def _execute_runs(runs: Sequence[StudyRun], resources: StudyResources, parent_pi
             raise ResumableError("time limit reached; run the same command again to resume")
 
     experiments = {run_.label: run_.experiment for run_ in runs}
+    assert len(experiments) == len(runs), "two runs with one label would share a record"
     folders = run_seeds(
         experiments, resources.out, device=resources.device, engine=resources.engine, on_event=check_limits
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,8 @@ def render_page(files: Files) -> str:
             tables[name] = rows
             parts += [f"## {setup.title}", describe_choice(name, frozen), render_table(setup, rows)]
             parts += [render_domains(setup, rows)]
+        elif scores := find_trial_scores(name, trials):
+            parts += [f"## {setup.title}: trials only", describe_trials(scores)]
     parts.insert(1, render_primary(tables))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -100,6 +103,22 @@ def _identify(record: RunRecord) -> tuple[str, int, str]:
 
 def _identify_run(run: object) -> tuple[str, int, str]:
     return run.method, run.seed, run.experiment.data.fold  # type: ignore[attr-defined]
+
+
+def find_trial_scores(name: str, trials: Sequence[RunRecord]) -> dict[str, list[float]]:
+    """Return the validation NLL of every recorded trial of a setup, by its label."""
+    scores = defaultdict[str, list[float]](list)
+    for record in trials:
+        if record["setup"] == name:
+            scores[record["method"]].append(record["validation_nll"])
+    return dict(scores)
+
+
+def describe_trials(scores: Mapping[str, Sequence[float]]) -> str:
+    """Say how far a setup is whose fresh seeds have not run."""
+    lines = ["Fresh seeds have not run. The trials have this NLL on validation examples (lower is better):", ""]
+    lines += ["| trial | validation NLL | runs |", "| --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {label} | {mean(v):.4f} | {len(v)} |" for label, v in scores.items())])
 
 
 # --- one table ------------------------------------------------------------------------------------------------------
@@ -216,7 +235,7 @@ def render_domains(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -
 def render_primary(tables: Mapping[str, Mapping[str, Mapping[Part, RunRecord]]]) -> str:
     """Render the primary comparisons, adjusted over the tables."""
     if not tables:
-        return "There are no records yet."
+        return "No table is complete yet."
     gains = {}
     for name, rows in tables.items():
         parts = sorted(set(rows[UEFL]) & set(rows[FEDAVG]))

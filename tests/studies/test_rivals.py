@@ -46,7 +46,7 @@ def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: 
     setup = SETUPS[name]
     assert {len(row.trials) for row in setup.rows.values()} == {NUM_TRIALS}
     runs = list_trials(name, setup.schedules[0])
-    assert len({str(run.experiment) for run in runs}) == len(runs)
+    assert len({str(run.experiment) for run in runs}) == len({run.label for run in runs}) == len(runs)
     assert all(run.experiment.method.total_rounds == runs[0].experiment.method.total_rounds for run in runs)
     if len(setup.schedules) > 1:
         assert len(list_schedule_search(name)) == len(setup.schedules) * len(TRIAL_SEEDS)
