@@ -80,6 +80,9 @@ class FedAvg:
         "Add the log of a silo's own class frequencies to its logits, in the cross-entropy of its own labels and in "
         "its predictions; they never leave the silo, and a silo without training examples adds nothing.",
     )
+    evaluate_every: int = setting(
+        1, "Rounds between evaluations; decisions and the last round are always evaluated.", at_least=1
+    )
     evaluate_train: bool = setting(False, "Evaluate on training examples too, as neural collapse needs; costs time.")
     evaluate_local: bool = setting(True, "Evaluate each silo's model before averaging too; costs time (Fig. 1).")
     local: LocalTraining = setting(default_factory=LocalTraining, help_text="Local training of a client.")
@@ -155,10 +158,13 @@ class FedAvg:
         started = time.perf_counter()
         participants = self.select_participants(clients, server)
         all_participate = participants == server.silo_names
-        if server.open_record and not all_participate:  # else the participants' replies bring the evaluations
+        evaluate = server.round % self.evaluate_every == 0
+        if server.open_record and not evaluate:
+            server = self.complete_open_record(server, {})
+        elif server.open_record and not all_participate:  # else the participants' replies bring the evaluations
             server = self.complete_open_record(*self.evaluate_clients(clients, server))
         broadcast = self.make_broadcast(clients, server)._replace(round=server.round + 1, participants=participants)
-        model_state, replies = self.average_replies(clients, server, broadcast, evaluate=all_participate)
+        model_state, replies = self.average_replies(clients, server, broadcast, evaluate=evaluate and all_participate)
         server = self.complete_open_record(server, {r.silo_name: r.evaluations for r in replies})
         warning = find_non_finite(model_state)  # finite replies may overflow in the average
         server = server.replace(model_state=server.model_state if warning else model_state, round=broadcast.round)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from uefl.core.metrics import mean_metric, select_table_metrics
 from uefl.experiment.files import write_bytes
-from uefl.experiment.records import Record, count_new_codewords
+from uefl.experiment.records import Record, count_new_codewords, is_evaluated
 
 
 def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
@@ -19,8 +19,9 @@ def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
     figure = Figure(figsize=(5 * len(metrics), 4), layout="constrained")
     for axes, metric in zip(figure.subplots(1, len(metrics)), metrics):
         for i, (name, records) in enumerate(runs.items()):
-            means = [mean_metric(record["silos"].values(), metric.name) for record in records]
-            axes.plot([record["round"] for record in records], means, label=name, color=f"C{i}")
+            evaluated = [record for record in records if is_evaluated(record)]
+            means = [mean_metric(record["silos"].values(), metric.name) for record in evaluated]
+            axes.plot([record["round"] for record in evaluated], means, label=name, color=f"C{i}")
             for record in filter(count_new_codewords, records):
                 axes.axvline(record["round"], color=f"C{i}", linestyle="--", linewidth=0.8, alpha=0.7)
                 if axes is figure.axes[0]:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from uefl.core.metrics import mean_metric, select_table_metrics
 from uefl.experiment.chance import is_at_chance, mean_accuracy
 from uefl.experiment.plan import describe_seconds
-from uefl.experiment.records import summarize_decision, summarize_revocation
+from uefl.experiment.records import is_evaluated, summarize_decision, summarize_revocation
 from uefl.experiment.report import describe_decision, describe_revocation
 from uefl.experiment.run import Event
 
@@ -120,11 +120,13 @@ class ProgressDisplay:
     def _on_round(self, run: str, event: Event) -> None:
         record, state = event["record"], self.run_states[run]
         round_number, silos = record["round"], record["silos"]
-        means = [
-            f"{metric.label} {mean_metric(silos.values(), metric.name):.{metric.digits}f}"
-            for metric in select_table_metrics(with_codebook=False)
-        ]
-        state |= {"metrics_text": "  ".join(means), "iteration": record["iteration"], "round": round_number}
+        if is_evaluated(record):
+            means = [
+                f"{metric.label} {mean_metric(silos.values(), metric.name):.{metric.digits}f}"
+                for metric in select_table_metrics(with_codebook=False)
+            ]
+            state["metrics_text"] = "  ".join(means)
+        state |= {"iteration": record["iteration"], "round": round_number}
         if "initial_codewords" in record:
             count = record["initial_codewords"]
             self.console.print(f"{run}: after round {round_number}, an initial codebook of {count} codewords")
@@ -141,7 +143,7 @@ class ProgressDisplay:
         if not self.console.is_terminal:
             self.console.print(
                 f"{run}: iteration {record['iteration'] + 1}, round {round_number}/{state['total_rounds']}  "
-                f"{state['metrics_text']}{self._format_time_left(run)}",
+                f"{state['metrics_text'] if is_evaluated(record) else 'not evaluated'}{self._format_time_left(run)}",
                 soft_wrap=True,
             )
         self._refresh(run)

@@ -68,10 +68,11 @@ def read_first_records(path: Path, num_rounds: int) -> list[Record]:
 
 def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
     """Summarize a run: last round, mean of the last five rounds, and the best round by validation accuracy."""
+    evaluated = [r for r in records if is_evaluated(r)] or records[-1:]
     validated = [r for r in records if not math.isnan(_validation_accuracy(r))]  # silos may miss a round
-    best = max(validated or records[-1:], key=lambda r: (_validation_accuracy(r), -r["round"]))
+    best = max(validated or evaluated[-1:], key=lambda r: (_validation_accuracy(r), -r["round"]))
     last = validated[-NUM_LAST_ROUNDS:]
-    aggregations = dict(zip(AGGREGATIONS, (records[-1:], records[-NUM_LAST_ROUNDS:], [best])))
+    aggregations = dict(zip(AGGREGATIONS, (evaluated[-1:], evaluated[-NUM_LAST_ROUNDS:], [best])))
     return {
         "rounds": records[-1]["round"],
         "total_codewords": records[-1]["total_codewords"],
@@ -84,6 +85,11 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
         "validation_accuracy": sum(map(_validation_accuracy, last)) / max(len(last), 1),
         **{name: _average_rounds(rounds, domains) for name, rounds in aggregations.items()},
     }
+
+
+def is_evaluated(record: Record) -> bool:
+    """Return whether a silo evaluated the model of a round; with evaluate_every, not every round is."""
+    return any(silo.get("num_examples") for silo in record["silos"].values())
 
 
 def describe_rounds(counts: Iterable[int]) -> str:
