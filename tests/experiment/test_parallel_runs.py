@@ -1,9 +1,17 @@
-"""Several experiments in parallel: how many processes."""
+"""Several experiments in parallel: how many processes, and what a user reads when one of them ends early."""
+
+import multiprocessing as mp
+import os
+import signal
 
 import pytest
+from harness import TINY_SETTINGS
 
+from uefl.core.errors import InputError, ResumableError
 from uefl.experiment import parallel_runs
-from uefl.experiment.parallel_runs import choose_workers
+from uefl.experiment.parallel_runs import choose_workers, run_in_parallel
+from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -20,3 +28,28 @@ def test_without_a_number_there_is_one_process_per_core_but_few_on_cuda(
 ):
     monkeypatch.setattr(parallel_runs.os, "cpu_count", lambda: 16)
     assert choose_workers(workers, num_runs, device) == expected
+
+
+def test_a_killed_process_is_one_line_and_the_same_call_resumes(tmp_path):
+    experiments = parse_experiments(["fedavg", "uefl", *TINY_SETTINGS], [], "default")
+
+    def kill_after_a_round(_name, event):
+        if event["kind"] == "round":
+            for process in mp.active_children():
+                os.kill(process.pid, signal.SIGKILL)
+
+    with pytest.raises(
+        ResumableError, match=r"^the process of \w+ ended with exit code -9; run the same command again"
+    ):
+        run_in_parallel(experiments, tmp_path, workers=1, on_event=kill_after_a_round)
+    starts = []
+    listen = lambda _, event: starts.append(event["round"]) if event["kind"] == "start" else None  # noqa: E731
+    folders = run_in_parallel(experiments, tmp_path, workers=2, on_event=listen)
+    assert max(starts) > 0, "a run resumes from its checkpoint"
+    assert all(RunFolder(folder).read_summary()["rounds"] == 5 for folder in folders.values())
+
+
+def test_an_input_error_of_a_process_stays_one(tmp_path):
+    (experiment,) = parse_experiments(["fedavg", "folder", f"path={tmp_path}/none"], [], "default").values()
+    with pytest.raises(InputError, match="none"):
+        run_in_parallel({"fedavg": experiment}, tmp_path, workers=1, on_event=lambda _name, _event: None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from uefl.core.errors import InputError
+from uefl.core.errors import InputError, ResumableError
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import group_by_seed, run_seeds
 from uefl.experiment.run import Event
@@ -55,7 +55,7 @@ def run_in_parallel(
                 running[name] = process
             name, event = _next_event(events, running)
             if event["kind"] == "failed":
-                raise InputError(event["message"]) if event["is_input_error"] else RuntimeError(event["message"])
+                raise event["error_class"](event["message"])
             if event["kind"] == "done":
                 folders |= event["folders"]
                 running.pop(name).join()
@@ -78,8 +78,9 @@ def _next_event(events: Any, running: Mapping[str, Any]) -> tuple[str, Event]:
             for name, process in running.items():
                 if process.exitcode is not None and events.empty():
                     return name, _make_failure(
-                        f"The process of {name} ended with exit code {process.exitcode}. "
-                        "Run the same command again to resume."
+                        f"the process of {name} ended with exit code {process.exitcode}; run the same command again to "
+                        "resume",
+                        ResumableError,
                     )
 
 
@@ -99,11 +100,11 @@ def _run_worker(
     try:
         folders = run_seeds(group, root, device=device, engine=engine, on_event=send_event)
         events.put((first_name, {"kind": "done", "folders": folders}))
-    except InputError as e:
-        events.put((first_name, _make_failure(str(e), is_input_error=True)))
+    except (InputError, ResumableError) as e:
+        events.put((first_name, _make_failure(str(e), type(e))))
     except Exception:  # the parent reports every failure
         events.put((first_name, _make_failure(f"{', '.join(group)}: {traceback.format_exc()}")))
 
 
-def _make_failure(message: str, *, is_input_error: bool = False) -> Event:
-    return {"kind": "failed", "message": message, "is_input_error": is_input_error}
+def _make_failure(message: str, error_class: type[Exception] = RuntimeError) -> Event:
+    return {"kind": "failed", "message": message, "error_class": error_class}
