@@ -4,7 +4,9 @@ import pytest
 import torch
 from harness import (
     TINY_SETTINGS_NO_CODEBOOK,
+    RecordingEngine,
     have_equal_bits,
+    make_clients,
     make_method,
     make_pattern_silos,
     max_difference,
@@ -100,6 +102,25 @@ def test_the_step_of_the_server_is_torchs_adam():
         optimizer.step()
         mine, mean, square = take_adam_step(mine, weight.grad, mean, square, step=step, lr=0.01)
     assert torch.allclose(mine, weight, atol=1e-14)
+
+
+def test_rounds_at_the_server_are_those_of_torchs_adam_with_its_rate():
+    """Two rounds: the moments of the first one count in the second."""
+    method = make_method("pmfl", rounds=2, iterations=1, server_lr=0.02)
+    clients = make_clients(method, engine=RecordingEngine, dtype=torch.float64)
+    server = method.initialize_server(clients)
+    names = [n.removeprefix("adam.mean.") for n in server.method_state if n.startswith("adam.mean.")]
+    weights = {n: server.model_state[n].clone().requires_grad_() for n in names}
+    adam = torch.optim.Adam(list(weights.values()), lr=0.02)
+    for _ in range(2):
+        clients.replies.clear()
+        server = method.step(clients, server)
+        total = sum(reply.num_examples for reply in clients.replies)
+        for n, weight in weights.items():
+            weight.grad = sum(reply.tensors[n] * (reply.num_examples / total) for reply in clients.replies)
+        adam.step()
+        for n, weight in weights.items():
+            torch.testing.assert_close(server.model_state[n], weight.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("server_update", ["adam", "average"])

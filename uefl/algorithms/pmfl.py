@@ -130,10 +130,11 @@ class PMFL(FedAvg):
             return self.loss(model.with_params(params), Batch(x, y)) * len(y)
 
         params, size = {n: p.detach() for n, p in model.params.items()}, self.local.eval_batch_size
-        pieces = [
-            grad(sum_losses)(params, x, y) for x, y in zip(torch.split(query.x, size), torch.split(query.y, size))
-        ]
-        return {n: torch.stack([piece[n] for piece in pieces]).sum(0) / len(query.y) for n in params}
+        sums = {n: torch.zeros_like(p) for n, p in params.items()}
+        for x, y in zip(torch.split(query.x, size), torch.split(query.y, size)):
+            gradients = grad(sum_losses)(params, x, y)
+            sums = {n: total + gradients[n] for n, total in sums.items()}
+        return {n: total / len(query.y) for n, total in sums.items()}
 
     def pack_reply(self, tensors: Tensors, extras: Tensors) -> tuple[Tensors, Tensors]:
         """Send the shared rows alone, and the query gradient in the place of the weights."""
