@@ -177,7 +177,31 @@ def test_three_methods_fit_into_80_columns_without_cutting_a_cell(tmp_path):
     assert max(map(len, tables)) <= 80
     assert "…" not in text
     assert text.count("┏") == 2, "as few tables as possible"
-    assert all(text.count(f" {name} ┃") == count for name, count in (("fedavg", 2), ("vq", 4), ("uefl", 4)))
+    # The last method has a table of its own, whose title names it.
+    assert all(text.count(f" {name} ┃") == count for name, count in (("fedavg", 2), ("vq", 4), ("uefl", 0)))
+    assert "\nuefl  " in text
+
+
+def test_metrics_of_two_classes_fit_into_80_columns_with_every_silo_and_interval(tmp_path):
+    runs = {name: write_run(tmp_path / name, num_codewords=16) for name in ("fedavg, no layer norm", "uefl")}
+    for path in runs.values():
+        summary = RunFolder(path).read_summary()
+        means = summary["mean of last 5"]
+        for silo in (*means["silos"].values(), *means["domains"].values()):
+            for name in ("auroc", "auprc", "sensitivity"):
+                silo |= {name: 0.75, f"{name}_low": 0.5, f"{name}_high": 0.875}
+        means |= {"mAUROC": 0.75, "mAUPRC": 0.75, "mSens": 0.75}
+        RunFolder(path).write_summary(summary)
+    console = Console(width=80, highlight=False, force_terminal=False)
+    with console.capture() as output:
+        print_runs(runs, console)
+    text = output.get()
+    silos = list(means["silos"])
+    assert "…" not in text
+    assert max(map(len, (line for line in text.splitlines() if line.startswith(("│", "┃"))))) <= 80
+    for silo in silos:
+        assert text.count(f"│ {silo} ") >= 3, "in one table per run, and in the table of intervals"
+    assert text.count("0.50–0.88") == 3 * 2 * len(silos)
 
 
 def test_the_quality_of_uncertainty_has_a_table_of_its_own_that_fits_80_columns(tmp_path):

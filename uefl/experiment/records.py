@@ -89,7 +89,7 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
 
 def is_evaluated(record: Record) -> bool:
     """Return whether a silo evaluated the model of a round; with evaluate_every, not every round is."""
-    return any(silo.get("num_examples") for silo in record["silos"].values())
+    return any("accuracy" in silo for silo in record["silos"].values())
 
 
 def describe_rounds(counts: Iterable[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     summaries = _read_summaries(runs)
     rounds = describe_rounds(len(summary["round"]) for summary in summaries)
     console.print(f"Test examples, {rounds}", style="italic")
-    for group in group_runs_by_width(runs, console):
+    for group in group_runs_by_width(runs, console, make_comparison_table):
         console.print(make_comparison_table(group))
     two_classes = any(map(_has_two_classes, summaries))
     means = describe_means(with_codebook=any(map(_has_codebook, summaries)), two_classes=two_classes)
@@ -60,7 +60,8 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
         console.print(make_quality_table(runs))
         console.print(QUALITY_NOTE, soft_wrap=True)
     if two_classes:
-        console.print(make_interval_table(runs))
+        for group in group_runs_by_width(runs, console, make_interval_table):
+            console.print(make_interval_table(group))
         console.print(INTERVAL_NOTE, soft_wrap=True)
         for line in describe_positive_classes(runs):
             console.print(line, soft_wrap=True, markup=False)
@@ -93,11 +94,11 @@ def describe_local_differences(local: Mapping[str, Mapping[str, Any]]) -> list[s
 def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
     """Make a table of runs side by side: per silo, per domain, and means over all silos."""
     summaries = _read_summaries(runs, aggregation)
-    table = Table()
+    table = Table(title=next(iter(runs)) if len(runs) == 1 else None, title_justify="left")
     table.add_column("")
     for name, summary in zip(runs, summaries):
         for column in _list_columns(summary):
-            table.add_column(f"{name}\n{column.heading}", justify="right", no_wrap=True)
+            table.add_column(_make_heading(name, column.heading, runs), justify="right", no_wrap=True)
     for domain in summaries[0]["domains"]:
         members = [name for name, silo in summaries[0]["silos"].items() if silo["domain"] == domain]
         for silo_name in members if members != [domain] else []:  # a silo that is its own domain has one row
@@ -116,13 +117,20 @@ def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_A
     return table
 
 
-def group_runs_by_width(runs: Mapping[str, Path], console: Console) -> list[dict[str, Path]]:
+def _make_heading(name: str, heading: str, runs: Mapping[str, Path]) -> str:
+    """Return the heading of a run's column; the title of the table names a single run."""
+    return heading if len(runs) == 1 else f"{name}\n{heading}"
+
+
+def group_runs_by_width(
+    runs: Mapping[str, Path], console: Console, make_table: Callable[[Mapping[str, Path]], Table]
+) -> list[dict[str, Path]]:
     """Divide runs into as few tables as fit the console, so that no column is cut off."""
     groups: list[dict[str, Path]] = []
     unbounded = console.options.update(width=10_000)
     for name, folder in runs.items():
         wider = {**groups[-1], name: folder} if groups else {}
-        if wider and Measurement.get(console, unbounded, make_comparison_table(wider)).minimum <= console.width:
+        if wider and Measurement.get(console, unbounded, make_table(wider)).minimum <= console.width:
             groups[-1] = wider
         else:
             groups.append({name: folder})
@@ -150,11 +158,12 @@ def _mean_over_silos(summary: Summary) -> dict[str, float]:
 def make_interval_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
     """Make a table of the metrics of two classes with their intervals: per silo, and for all test examples together."""
     summaries = _read_summaries(runs, aggregation)
-    table = Table(title="95 % intervals", title_justify="left")
+    title = "95 % intervals" if len(runs) > 1 else f"95 % intervals, {next(iter(runs))}"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     columns = [(name, summary, m) for name, summary in zip(runs, summaries) for m in TWO_CLASS_METRICS]
     for name, _, metric in columns:
-        table.add_column(f"{name}\n{metric.column}", justify="right")
+        table.add_column(_make_heading(name, metric.column, runs), justify="right", no_wrap=True)
     for silo in summaries[0]["silos"]:
         table.add_row(silo, *(_format_interval(s["silos"].get(silo, {}), m.name) for _, s, m in columns))
     table.add_section()
