@@ -76,7 +76,8 @@ def test_silos_of_all_seeds_are_clustered_at_once_but_in_bounded_memory(monkeypa
     monkeypatch.setattr(centroids, "kmeans_batch", lambda p, k: sizes.append(len(p)) or kmeans_batch(p, k))
     together = run_stacked(UEFL_METHOD, SEEDS)
     assert sizes[0] == 8, "the initial codebook"
-    num_bytes = 2 * 28 * 8 * 2 * 2 * 8  # images of the largest silo, channels, height, width and bytes of a number
+    # Images of the largest silo, height and width, channels and the owners of two segments, bytes of a number.
+    num_bytes = 2 * 28 * 2 * 2 * (8 + 2) * 8
     monkeypatch.setattr(stacked_engine, "MAX_PREPARED_BYTES", num_bytes + 100)
     sizes.clear()
     in_parts = run_stacked(UEFL_METHOD, SEEDS)
