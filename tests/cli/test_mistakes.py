@@ -35,7 +35,10 @@ def photos(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
         ("width=-1", "width=-1 must be at least 0; 0 means the encoder's default"),
         ("depth=-1", "depth=-1 must be at least 0; 0 means the encoder's default"),
         ("image_size=100000", "image_size=100000 must be at least 0 and at most 4096"),
-        ("num_codewords=1000000", "num_codewords=1000000 must be at least 0 and at most 65536"),
+        (
+            "num_codewords=1000000",
+            "num_codewords=1000000 must be at least 0 and at most 65536; 0 means by the number of features",
+        ),
         ("alpha=0.3", f"alpha has no effect with partitioner=domains; it is used by {PARTITIONERS_WITH_ALPHA}"),
         ("classes_per_silo=2", "classes_per_silo has no effect with partitioner=domains; it is used by pathological"),
         (

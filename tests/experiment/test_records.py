@@ -13,7 +13,7 @@ from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import is_codeword_tensor
 from uefl.experiment.records import append_records, read_records, summarize_records
 
-EAGER = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, **ALWAYS_UNCERTAIN)
+EAGER = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, min_examples=1, **ALWAYS_UNCERTAIN)
 PER_SILO = {
     *(
         "accuracy",

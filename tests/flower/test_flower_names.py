@@ -51,7 +51,7 @@ INVALID_CONFIGS = {
     "field": ({"method__evil": 1}, "unknown field of FedAvg 'evil'"),
     "type": ({"method__rounds": "many"}, "rounds='many' is not of type int"),
     "table": ({"method": 3}, "must be a table"),
-    "precision": ({"precision": "float8"}, "precision='float8'"),
+    "precision": ({"precision": "float8"}, "precision=float8; allowed: auto, float32"),
 }
 
 
