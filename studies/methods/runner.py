@@ -37,7 +37,10 @@ ADDED_SETTINGS: Mapping[str, Any] = {
     "method.codebook.gate": "none",
     "method.codebook.gate_value": 0.75,
     "method.codebook.min_examples": 10,  # changes results; the notes of the page say so
+    "method.codebook.uncertainty_test": "permutation",  # a report, which decides nothing
+    "method.codebook.uncertainty_level": 0.05,
 }
+EARLIER_VALUES = {"uncertain": True, "none": False}  # of method.codebook.extend
 
 
 class StudyResources(NamedTuple):
@@ -81,9 +84,12 @@ class StudyRun(NamedTuple):
 
 
 def drop_added_settings(value: Any, recorded: Any) -> Any:
-    """Return the settings of a run without those that did not exist when these settings were recorded."""
+    """Return the settings of a run as they were called when these settings were recorded, without later ones."""
     if not isinstance(value, dict) or not isinstance(recorded, dict):
         return value
+    extend = "method.codebook.extend"
+    if isinstance(recorded.get(extend), bool) and extend in value:
+        value = {**value, extend: EARLIER_VALUES.get(value[extend])}
     return {n: v for n, v in value.items() if n in recorded or ADDED_SETTINGS.get(n, ...) != v}
 
 

@@ -12,6 +12,7 @@ from small_federation import SILOS, make_experiment, make_grid
 from uefl.core.errors import InputError, ResumableError
 from uefl.experiment.records import read_records
 from uefl.experiment.run_folder import RunFolder
+from uefl.flower import run_result
 from uefl.flower.data_format import DECIDED_BY_SILOS
 from uefl.flower.deployment import find_flower_app
 from uefl.flower.run_result import KILLED_MESSAGE, RunResult, read_result, record_result, write_result
@@ -108,7 +109,7 @@ def test_a_result_is_written_although_the_disk_is_full(tmp_path, monkeypatch):
 
     def run():
         with record_result(tmp_path):
-            monkeypatch.setattr("uefl.flower.run_result.write_text", fail)
+            monkeypatch.setattr(run_result, "write_text", fail)
             fail()
 
     with pytest.raises(ResumableError, match="no space left on device"):
