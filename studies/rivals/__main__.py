@@ -22,16 +22,20 @@ PAGE = Path("docs/rivals.md")
 SetupOption = Annotated[
     list[str] | None, typer.Option("--setup", help=f"A setup: {', '.join(SETUPS)}. Repeatable; default: all.")
 ]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+WorkersOption = Annotated[int, typer.Option(help="Processes; on one GPU, more than three slow each other down.")]
+LimitOption = Annotated[float, typer.Option(help="Time limit in minutes; the same command resumes.")]
+OutOption = Annotated[Path, typer.Option(help="Folder of run folders.")]
 FolderOption = Annotated[Path, typer.Option("--results", help="Folder of the records.")]
 
 
 @app.command()
 def select(
     setup: SetupOption = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    workers: Annotated[int, typer.Option(help="Processes.")] = 1,
-    max_minutes: Annotated[float, typer.Option(help="Time limit in minutes; the same command resumes.")] = 1e6,
-    out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs/rivals"),
+    device: DeviceOption = "cpu",
+    workers: WorkersOption = 1,
+    max_minutes: LimitOption = 1e6,
+    out: OutOption = Path("runs/rivals"),
     results: FolderOption = Path("results"),
 ) -> None:
     """Choose the schedule with FedAvg, and run the trials of all methods."""
@@ -42,10 +46,10 @@ def select(
 @app.command()
 def run(
     setup: SetupOption = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    workers: Annotated[int, typer.Option(help="Processes.")] = 1,
-    max_minutes: Annotated[float, typer.Option(help="Time limit in minutes; the same command resumes.")] = 1e6,
-    out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs/rivals"),
+    device: DeviceOption = "cpu",
+    workers: WorkersOption = 1,
+    max_minutes: LimitOption = 1e6,
+    out: OutOption = Path("runs/rivals"),
     results: FolderOption = Path("results"),
 ) -> None:
     """Freeze the trial of every method by validation, and run it with fresh seeds."""

@@ -100,8 +100,10 @@ def mean_validation_nll(runs: Sequence[StudyRun], run_records: Sequence[RunRecor
 
 def run_trials(name: str, resources: StudyResources, files: Files, report: Callable[[str], None]) -> int:
     """Search the schedule, then run all trials; return the number of runs that failed or are left."""
-    setup = SETUPS[name]
-    left = 0
+    setup, left = SETUPS[name], 0
+    if setup.trials_of:
+        report(f"{name}: the trials are those of {setup.trials_of}")
+        return 0
     if len(setup.schedules) > 1:
         left = run_parallel(list_schedule_search(name), resources, files.trials, report)
         if left:
@@ -156,6 +158,9 @@ def list_final_runs(name: str, choice: Choice, seeds: Sequence[int] = SEEDS) -> 
 
 
 def run_final(name: str, resources: StudyResources, files: Files, report: Callable[[str], None]) -> int:
-    """Freeze the settings, then run the fresh seeds."""
+    """Freeze the settings, then run the fresh seeds; with folds, the trials of each fold are all that is needed."""
+    if SETUPS[name].folds:
+        report(f"{name}: every fold chooses among its trials, so `select` runs all that the table needs")
+        return 0
     choice = freeze_choice(SETUPS[name].trials_of or name, files)
     return run_parallel(list_final_runs(name, choice), resources, files.results, report)

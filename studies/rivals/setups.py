@@ -94,24 +94,20 @@ def make_codebook(**fields: Any) -> ExtensibleCodebook:
 
 NO_NORM = {"feature_norm": "none"}
 SLOWER = 1 / 3
+NORM_TRIALS = (  # of methods without a setting of their own
+    Trial(label="layer norm"),
+    Trial(label="no layer norm", model=NO_NORM),
+    Trial(label="layer norm, a third of the rate", lr_factor=SLOWER),
+    Trial(label="no layer norm, a third of the rate", model=NO_NORM, lr_factor=SLOWER),
+)
 IMAGE_ROWS: Mapping[str, Row] = {
     FEDAVG: Row(
         method="fedavg",
-        trials=(
-            Trial(label="layer norm"),
-            Trial(label="no layer norm", model=NO_NORM),
-            Trial(label="layer norm, a third of the rate", lr_factor=SLOWER),
-            Trial(label="no layer norm, a third of the rate", model=NO_NORM, lr_factor=SLOWER),
-        ),
+        trials=NORM_TRIALS,
     ),
     "FedBN": Row(
         method="fedbn",
-        trials=(
-            Trial(label="layer norm"),
-            Trial(label="no layer norm", model=NO_NORM),
-            Trial(label="layer norm, a third of the rate", lr_factor=SLOWER),
-            Trial(label="no layer norm, a third of the rate", model=NO_NORM, lr_factor=SLOWER),
-        ),
+        trials=NORM_TRIALS,
     ),
     "FedAvg, fine-tuned": Row(
         method="fine-tuning",
@@ -139,12 +135,7 @@ IMAGE_ROWS: Mapping[str, Row] = {
     ),
     "Local-only": Row(
         method="local-only",
-        trials=(
-            Trial(label="layer norm"),
-            Trial(label="no layer norm", model=NO_NORM),
-            Trial(label="layer norm, a third of the rate", lr_factor=SLOWER),
-            Trial(label="no layer norm, a third of the rate", model=NO_NORM, lr_factor=SLOWER),
-        ),
+        trials=NORM_TRIALS,
     ),
     UEFL: Row(
         method="uefl",
