@@ -1,7 +1,7 @@
-"""Measure the test of uncertain silos: how often it reports somebody by chance, and how often it finds a minority.
+"""Measure the test of uncertain silos: how often it reports a silo by chance, and how often it finds a minority.
 
 `python -m studies.uncertainty_test chance` trains one network with dropout on the embedded digits and divides held-out
-digits at random into nine silos, 400 times: nobody is more uncertain, so every report is false. At level 0.05 at most
+digits at random into nine silos, 400 times: no silo is more uncertain, so every report is false. At level 0.05 at most
 29 of 400 federations may have one (20 expected, two standard errors).
 `python -m studies.uncertainty_test minority` trains UEFL up to its first decision on five silos, three of them upright
 and two rotated by other angles each, once per seed: a run counts if a silo of a minority is reported. At least 80 % of
