@@ -39,6 +39,7 @@ ADDED_SETTINGS: Mapping[str, Any] = {
     "method.codebook.min_examples": 10,  # changes results; the notes of the page say so
     "method.codebook.uncertainty_test": "permutation",  # a report, which decides nothing
     "method.codebook.uncertainty_level": 0.05,
+    "method.fine_tuning_epochs": 0,
 }
 EARLIER_VALUES = {"uncertain": True, "none": False}  # of method.codebook.extend
 
@@ -206,9 +207,9 @@ def run_parallel(runs: Sequence[StudyRun], resources: StudyResources, path: Path
                 continue
             records.append_records(path, new_records)
             for run_, record in zip(group, new_records):
-                metrics = " ".join(f"{m} {record[DEFAULT_AGGREGATION][m]:.3f}" for m in ("mA", "mE"))
+                score = f"validation NLL {record['validation_nll']:.4f}"  # no test figures while settings are chosen
                 progress = f"[{num_done}/{len(todo)} after {time.time() - start:.0f} s]"
-                report(f"{progress} {run_.label}: {metrics}, {record['seconds']:.0f} s")
+                report(f"{progress} {run_.label}: {score}, {record['seconds']:.0f} s")
     return num_left
 
 

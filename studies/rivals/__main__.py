@@ -1,4 +1,4 @@
-"""`python -m studies.rivals select | run | page`."""
+"""`python -m studies.rivals select | search | run | page`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from studies.methods.runner import StudyResources
 from studies.rivals import runner
 from studies.rivals.page import render_page
-from studies.rivals.setups import SETUPS
+from studies.rivals.setups import IMAGE_ROWS, SETUPS
 from uefl.core.errors import InputError, unknown_value_error
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -44,6 +44,21 @@ def select(
 
 
 @app.command()
+def search(
+    setup: SetupOption = None,
+    device: DeviceOption = "cpu",
+    workers: WorkersOption = 1,
+    max_minutes: LimitOption = 1e6,
+    out: OutOption = Path("runs/rivals-search"),
+    results: FolderOption = Path("results"),
+) -> None:
+    """Try settings of UEFL, on seeds of their own, before its trials are fixed."""
+    names = [n for n in check_setups(setup) if SETUPS[n].rows is IMAGE_ROWS and not SETUPS[n].trials_of]
+    resources = StudyResources(device, "auto", out, time.time() + 60 * max_minutes, workers)
+    finish(sum(runner.run_search(n, resources, get_files(results), print_line) for n in names))
+
+
+@app.command()
 def run(
     setup: SetupOption = None,
     device: DeviceOption = "cpu",
@@ -67,7 +82,8 @@ def page(results: FolderOption = Path("results")) -> None:
 def get_files(folder: Path) -> runner.Files:
     """Return the files of the study in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    return runner.Files(folder / "rivals-trials.jsonl", folder / "rivals-frozen.json", folder / "rivals.jsonl")
+    names = ("rivals-search.jsonl", "rivals-trials.jsonl", "rivals-frozen.json", "rivals.jsonl")
+    return runner.Files(*(folder / name for name in names))
 
 
 def check_setups(names: list[str] | None) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
-from studies.rivals.setups import FEDAVG, SEEDS, SETUPS, TRIAL_SEEDS, Schedule, Setup
+from studies.rivals.setups import FEDAVG, IMAGE_SEARCH, SEARCH_SEEDS, SEEDS, SETUPS, TRIAL_SEEDS, Schedule, Setup
 from uefl.core.errors import InputError
 from uefl.experiment.records import read_records
 
@@ -20,6 +21,7 @@ SEARCH = "schedule search"  # row of the runs that choose the schedule
 class Files(NamedTuple):
     """The records of a study."""
 
+    search: Path
     trials: Path
     frozen: Path
     results: Path
@@ -111,6 +113,27 @@ def run_trials(name: str, resources: StudyResources, files: Files, report: Calla
     schedule = setup.schedules[0] if len(setup.schedules) == 1 else select_schedule(name, read_records(files.trials))
     report(f"{name}: schedule {schedule}")
     return run_parallel(list_trials(name, schedule), resources, files.trials, report)
+
+
+# --- the search for UEFL's own settings -------------------------------------------------------------------------------
+
+
+def list_search(name: str, schedule: Schedule) -> list[StudyRun]:
+    """List the runs of the search: only the last round is evaluated, since nothing else is read."""
+    setup = SETUPS[name]
+    searched = replace(setup, rows=IMAGE_SEARCH, rounds={**setup.rounds, "evaluate_every": 1000})
+    return [
+        StudyRun(name, f"{method}: {trial.label}", seed, searched.make_experiment(method, trial, schedule, seed))
+        for method, row in IMAGE_SEARCH.items()
+        for trial in row.trials
+        for seed in SEARCH_SEEDS
+    ]
+
+
+def run_search(name: str, resources: StudyResources, files: Files, report: Callable[[str], None]) -> int:
+    """Run the search with the schedule that FedAvg's trials chose."""
+    schedule = select_schedule(name, read_records(files.trials))
+    return run_parallel(list_search(name, schedule), resources, files.search, report)
 
 
 # --- freezing -------------------------------------------------------------------------------------------------------

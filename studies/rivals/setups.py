@@ -20,6 +20,7 @@ from uefl.models.model_config import ModelConfig
 
 FEDAVG, UEFL = "FedAvg", "UEFL"
 TRIAL_SEEDS = (20, 21)  # not used before
+SEARCH_SEEDS = (30, 31)  # of the search for UEFL's own settings, before its trials were fixed
 SEEDS = tuple(range(100, 110))  # fresh: no setting was chosen with them
 NUM_TRIALS = 4
 
@@ -111,31 +112,34 @@ IMAGE_ROWS: Mapping[str, Row] = {
     ),
     "FedAvg, fine-tuned": Row(
         method="fine-tuning",
-        trials=tuple(Trial(label=f"{e} epochs", method={"fine_tuning_epochs": e}) for e in (1, 2, 5, 10)),
+        trials=tuple(Trial(label=f"{e} epochs", method={"fine_tuning_epochs": e}) for e in (2, 5, 10, 20)),
     ),
     "FedPer": Row(
         method="fedper",
         trials=(
-            Trial(label="from the hidden layer on"),
-            Trial(label="last layer", method={"personal_layers": "last"}),
             Trial(label="from the hidden layer on, a third of the rate", lr_factor=SLOWER),
+            Trial(label="last layer", method={"personal_layers": "last"}),
             Trial(label="last layer, a third of the rate", method={"personal_layers": "last"}, lr_factor=SLOWER),
+            Trial(label="last layer, a ninth of the rate", method={"personal_layers": "last"}, lr_factor=SLOWER**2),
         ),
     ),
     "Ditto": Row(
         method="ditto",
-        trials=tuple(Trial(label=f"λ = {x:g}", method={"lam": x}) for x in (0.03, 0.1, 1.0, 2.0)),
+        trials=tuple(Trial(label=f"λ = {x:g}", method={"lam": x}) for x in (0.003, 0.01, 0.03, 0.1)),
     ),
     "IFCA": Row(
         method="ifca",
         trials=(
-            *(Trial(label=f"{k} models", method={"num_models": k}) for k in (2, 3, 4)),
-            Trial(label="3 models, one encoder", method={"num_models": 3, "initial_models": "classifier"}),
+            *(Trial(label=f"{k} models", method={"num_models": k}) for k in (3, 4, 6)),
+            Trial(label="4 models, one encoder", method={"num_models": 4, "initial_models": "classifier"}),
         ),
     ),
     "Local-only": Row(
         method="local-only",
-        trials=NORM_TRIALS,
+        trials=(
+            *(NORM_TRIALS[i] for i in (1, 2, 3)),
+            Trial(label="no layer norm, a ninth of the rate", model=NO_NORM, lr_factor=SLOWER**2),
+        ),
     ),
     UEFL: Row(
         method="uefl",
@@ -168,6 +172,67 @@ NINE_SILOS: dict[str, Any] = {
     "rows": IMAGE_ROWS,
 }
 ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=get_default_config("mnist"))
+
+
+def make_uefl_trial(
+    label: str,
+    epochs: int = 5,
+    *,
+    batch_norm: str = "personal",
+    model: Mapping[str, Any] | None = None,
+    rounds: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Trial:
+    """Return UEFL with a learned gate, own batch norm and fine-tuning, or with other values of these."""
+    codebook = make_codebook(**{"num_codewords": 1024, "gate": "learned", "gate_value": 0.9, **fields})
+    method = {"codebook": codebook, "batch_norm": batch_norm, "fine_tuning_epochs": epochs, **(rounds or {})}
+    return Trial(label=label, method=method, model=model or {})
+
+
+# What was tried for UEFL, one change at a time from the first row, and the same options without a codebook.
+IMAGE_SEARCH: Mapping[str, Row] = {
+    "FedAvg": Row(
+        method="fine-tuning",
+        trials=(
+            *(Trial(label=f"{e} epochs", method={"fine_tuning_epochs": e}) for e in (0, 5, 10, 20)),
+            Trial(label="5 epochs, no layer norm", method={"fine_tuning_epochs": 5}, model=NO_NORM),
+        ),
+    ),
+    "FedBN": Row(
+        method="fine-tuning",
+        trials=tuple(
+            Trial(label=f"{e} epochs{label}", method={"fine_tuning_epochs": e, "batch_norm": "personal"}, model=model)
+            for e in (0, 5, 10)
+            for label, model in (("", {}), (", no layer norm", NO_NORM))
+        ),
+    ),
+    UEFL: Row(
+        method="uefl",
+        trials=(
+            make_uefl_trial("gate from .9, own batch norm, 5 epochs"),
+            make_uefl_trial("no fine-tuning", 0),
+            make_uefl_trial("10 epochs", 10),
+            make_uefl_trial("20 epochs", 20),
+            make_uefl_trial("no layer norm", model=NO_NORM),
+            make_uefl_trial("gate from .5", gate_value=0.5),
+            make_uefl_trial("gate from .5, no layer norm", model=NO_NORM, gate_value=0.5),
+            make_uefl_trial("no gate", gate="none"),
+            make_uefl_trial("shared batch norm", batch_norm="average"),
+            make_uefl_trial("shared batch norm, no gate", batch_norm="average", gate="none"),
+            make_uefl_trial("codewords for all", extend="all"),
+            make_uefl_trial("no own codewords", extend="none"),
+            make_uefl_trial("validated codewords", extend="validated"),
+            make_uefl_trial("512 codewords", num_codewords=512),
+            make_uefl_trial("4 segments of 256 codewords", num_codewords=256, segments=4),
+            make_uefl_trial("commitment .25", commitment_weight=0.25),
+            make_uefl_trial("commitment .01", commitment_weight=0.01),
+            make_uefl_trial(
+                "decisions from round 6 on, every 4 rounds", rounds={"rounds": 6, "extra_rounds": 4, "iterations": 7}
+            ),
+        ),
+    ),
+}
+
 # --- four hospitals ---------------------------------------------------------------------------------------------------
 
 HOSPITAL_ADJUSTMENT = {"logit_adjustment": "local"}

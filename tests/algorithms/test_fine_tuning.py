@@ -8,15 +8,19 @@ from harness import (
     MLP_MODEL,
     drop_seconds,
     have_equal_bits,
+    make_clients,
     make_method,
     make_pattern_silos,
     max_difference,
     run_method,
+    run_rounds,
 )
 from torch import nn
 
 from uefl.core.federation import Batch, Examples, is_codeword_tensor
 from uefl.core.local import LocalTraining
+from uefl.engines.serial import SerialEngine
+from uefl.engines.stacked.stacked_engine import StackedEngine
 
 PLAIN_SGD = LocalTraining(optimizer="sgd", lr=0.1, momentum=0.0, batch_size=100, epochs=2, schedule="cosine")
 
@@ -79,3 +83,18 @@ def test_silo_without_training_data_uses_the_shared_model():
     tuned, fedavg = (run_method(make_method(name), silos).records[-1]["silos"] for name in ("fine-tuning", "fedavg"))
     assert tuned["silo 2"]["nll"] == fedavg["silo 2"]["nll"]
     assert tuned["silo 0"]["nll"] != fedavg["silo 0"]["nll"]
+
+
+@pytest.mark.parametrize("engine", [SerialEngine, StackedEngine])
+@pytest.mark.parametrize("batch_norm", ["average", "personal"])
+def test_uefl_with_epochs_is_fine_tuning_with_a_codebook(engine, batch_norm):
+    fields = {"codebook": True, "fine_tuning_epochs": 2, "batch_norm": batch_norm}
+    methods = [make_method(name, **fields) for name in ("uefl", "fine-tuning")]
+    (server, records), (tuned, tuned_records) = (run_rounds(m, make_clients(m, engine=engine)) for m in methods)
+    assert have_equal_bits(server.model_state, tuned.model_state)
+    assert [drop_seconds(r) for r in records] == [drop_seconds(r) for r in tuned_records]
+    assert server.access.shape[1] > methods[0].codebook.num_codewords, "silos have codewords of their own"
+    plain = replace(methods[0], fine_tuning_epochs=0)
+    untuned, earlier = run_rounds(plain, make_clients(plain, engine=engine))
+    assert have_equal_bits(server.model_state, untuned.model_state), "fine-tuning moves nothing that is shared"
+    assert records[-1]["silos"]["ada"]["nll"] != earlier[-1]["silos"]["ada"]["nll"]

@@ -60,14 +60,14 @@ class ExtensibleCodebook(CodebookHooks):
 
     num_codewords: int = setting(
         256,
-        "Codewords v of the initial codebook and of every extension; 0: by the number of features (D31).",
+        "Codewords v of the initial codebook and of every extension; 0: by the number of features (D33).",
         at_least=0,
         at_most=65536,
         zero="by the number of features",
     )
     segments: int = setting(
         4,
-        "Segments s into which a feature is split; all use the same codewords; 0: by the encoder's output (D31).",
+        "Segments s into which a feature is split; all use the same codewords; 0: by the encoder's output (D33).",
         at_least=0,
         zero="by the encoder's output",
     )
