@@ -13,7 +13,7 @@ from rich.console import Console
 from studies.methods.runner import StudyResources
 from studies.rivals import runner
 from studies.rivals.page import render_page
-from studies.rivals.setups import IMAGE_ROWS, SETUPS
+from studies.rivals.setups import SETUPS
 from uefl.core.errors import InputError, unknown_value_error
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -53,7 +53,7 @@ def search(
     results: FolderOption = Path("results"),
 ) -> None:
     """Try settings of UEFL, on seeds of their own, before its trials are fixed."""
-    names = [n for n in check_setups(setup) if SETUPS[n].rows is IMAGE_ROWS and not SETUPS[n].trials_of]
+    names = [n for n in check_setups(setup) if not SETUPS[n].trials_of]
     resources = StudyResources(device, "auto", out, time.time() + 60 * max_minutes, workers)
     finish(sum(runner.run_search(n, resources, get_files(results), print_line) for n in names))
 

@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
-from studies.rivals.setups import FEDAVG, IMAGE_SEARCH, SEARCH_SEEDS, SEEDS, SETUPS, TRIAL_SEEDS, Schedule, Setup
+from studies.rivals.setups import FEDAVG, SEARCH_SEEDS, SEEDS, SETUPS, TRIAL_SEEDS, Schedule, Setup
 from uefl.core.errors import InputError
 from uefl.experiment.records import read_records
 
@@ -121,18 +121,20 @@ def run_trials(name: str, resources: StudyResources, files: Files, report: Calla
 def list_search(name: str, schedule: Schedule) -> list[StudyRun]:
     """List the runs of the search: only the last round is evaluated, since nothing else is read."""
     setup = SETUPS[name]
-    searched = replace(setup, rows=IMAGE_SEARCH, rounds={**setup.rounds, "evaluate_every": 1000})
+    searched = replace(setup, rows=setup.search, rounds={**setup.rounds, "evaluate_every": 1000})
     return [
-        StudyRun(name, f"{method}: {trial.label}", seed, searched.make_experiment(method, trial, schedule, seed))
-        for method, row in IMAGE_SEARCH.items()
+        StudyRun(name, f"{method}: {trial.label}", seed, searched.make_experiment(method, trial, schedule, seed, fold))
+        for method, row in setup.search.items()
         for trial in row.trials
         for seed in SEARCH_SEEDS
+        for fold in (range(1, setup.folds + 1) if setup.folds else [0])
     ]
 
 
 def run_search(name: str, resources: StudyResources, files: Files, report: Callable[[str], None]) -> int:
     """Run the search with the schedule that FedAvg's trials chose."""
-    schedule = select_schedule(name, read_records(files.trials))
+    setup = SETUPS[name]
+    schedule = setup.schedules[0] if len(setup.schedules) == 1 else select_schedule(name, read_records(files.trials))
     return run_parallel(list_search(name, schedule), resources, files.search, report)
 
 

@@ -66,6 +66,7 @@ class Setup:
     rounds: Mapping[str, Any]
     schedules: Sequence[Schedule]
     rows: Mapping[str, Row]
+    search: Mapping[str, Row] = field(default_factory=dict)  # what was tried before the trials were fixed
     trials_of: str = ""  # another setup whose trials were chosen already, with the same data set
     folds: int = 0  # parts of a cross-validation; 0: a test set
 
@@ -164,15 +165,6 @@ IMAGE_ROWS: Mapping[str, Row] = {
     ),
 }
 
-NINE_SILOS: dict[str, Any] = {
-    "model": ModelConfig(width=16, hidden_size=128),
-    "local": LocalTraining(optimizer="adam", batch_size=256, epochs=2, eval_batch_size=512),
-    "rounds": {"rounds": 14, "extra_rounds": 8, "iterations": 3, "evaluate_local": False},
-    "schedules": tuple(Schedule(schedule=s, lr=lr) for s in ("constant", "cosine") for lr in (1e-3, 3e-3, 1e-2)),
-    "rows": IMAGE_ROWS,
-}
-ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=get_default_config("mnist"))
-
 
 def make_uefl_trial(
     label: str,
@@ -233,6 +225,16 @@ IMAGE_SEARCH: Mapping[str, Row] = {
     ),
 }
 
+NINE_SILOS: dict[str, Any] = {
+    "model": ModelConfig(width=16, hidden_size=128),
+    "local": LocalTraining(optimizer="adam", batch_size=256, epochs=2, eval_batch_size=512),
+    "rounds": {"rounds": 14, "extra_rounds": 8, "iterations": 3, "evaluate_local": False},
+    "schedules": tuple(Schedule(schedule=s, lr=lr) for s in ("constant", "cosine") for lr in (1e-3, 3e-3, 1e-2)),
+    "rows": IMAGE_ROWS,
+    "search": IMAGE_SEARCH,
+}
+ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=get_default_config("mnist"))
+
 # --- four hospitals ---------------------------------------------------------------------------------------------------
 
 HOSPITAL_ADJUSTMENT = {"logit_adjustment": "local"}
@@ -267,6 +269,69 @@ def decay_weights(decay: float) -> dict[str, Any]:
     return {"local": {"weight_decay": decay}}
 
 
+def make_hospital_trial(
+    label: str,
+    *,
+    lr: float = 1e-3,
+    decay: float = 0.1,
+    epochs: int = 0,
+    model: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Trial:
+    """Return UEFL with a learned gate for the hospitals, or with other values."""
+    codebook = make_codebook(**{**HOSPITAL_CODEBOOK, "gate": "learned", "gate_value": 0.5, **fields})
+    return Trial(
+        label=label,
+        method={**HOSPITAL_ADJUSTMENT, "codebook": codebook, "fine_tuning_epochs": epochs},
+        local={"lr": lr, "weight_decay": decay},
+        model=model or {},
+    )
+
+
+LINEAR = {**LOGISTIC, "dropout": 0.1}
+HOSPITAL_SEARCH: Mapping[str, Row] = {
+    "Logistic regression, local": Row(method="local-only", trials=REGRESSION),
+    "Logistic regression, FedAvg": Row(method="fedavg", trials=REGRESSION),
+    "Logistic regression, FedAvg, fine-tuned": Row(
+        method="fine-tuning",
+        trials=tuple(replace(t, method={**t.method, "fine_tuning_epochs": 5}) for t in REGRESSION),
+    ),
+    FEDAVG: Row(
+        method="fedavg",
+        trials=tuple(
+            Trial(
+                label=f"decay {decay:g}, dropout {dropout:g}",
+                method=HOSPITAL_ADJUSTMENT,
+                local={"weight_decay": decay},
+                model={"dropout": dropout},
+            )
+            for decay in (0.1, 1.0)
+            for dropout in (0.1, 0.5)
+        ),
+    ),
+    UEFL: Row(
+        method="uefl",
+        trials=(
+            make_hospital_trial("gate from .5"),
+            make_hospital_trial("gate from .9", gate_value=0.9),
+            make_hospital_trial("no gate", gate="none"),
+            make_hospital_trial("decay 1", decay=1.0),
+            make_hospital_trial("dropout .5", model={"dropout": 0.5}),
+            make_hospital_trial("dropout .5, decay 1", decay=1.0, model={"dropout": 0.5}),
+            make_hospital_trial("dropout .5, 5 epochs", epochs=5, model={"dropout": 0.5}),
+            make_hospital_trial("codewords for all", extend="all"),
+            make_hospital_trial("width 16", model={"width": 16}),
+            make_hospital_trial("linear, decay .1", lr=0.03, decay=0.1, model=LINEAR, segments=1),
+            make_hospital_trial("linear, decay .3", lr=0.03, decay=0.3, model=LINEAR, segments=1),
+            make_hospital_trial("linear, decay 1", lr=0.03, decay=1.0, model=LINEAR, segments=1),
+            make_hospital_trial("linear, decay .3, 5 epochs", lr=0.03, decay=0.3, epochs=5, model=LINEAR, segments=1),
+            make_hospital_trial(
+                "linear, decay .3, gate from .1", lr=0.03, decay=0.3, model=LINEAR, segments=1, gate_value=0.1
+            ),
+        ),
+    ),
+}
+
 HOSPITALS = Setup(
     title="Heart disease, four hospitals, 10 × 5 folds over patients",
     data=replace(get_default_config("heart"), validation_fraction=0.2),
@@ -275,6 +340,7 @@ HOSPITALS = Setup(
     rounds={"rounds": 10, "extra_rounds": 5, "iterations": 3, "evaluate_local": False},
     schedules=(Schedule(schedule="cosine", lr=1e-3),),
     folds=5,
+    search=HOSPITAL_SEARCH,
     rows={
         "Logistic regression, local": Row(method="local-only", trials=REGRESSION),
         "Logistic regression, FedAvg": Row(method="fedavg", trials=REGRESSION),
