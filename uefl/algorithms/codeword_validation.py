@@ -9,7 +9,7 @@ import torch
 from uefl.algorithms.access_evaluation import evaluate_with_access
 from uefl.algorithms.round_record import record_revocation
 from uefl.core.federation import Clients, ServerState, Tensors
-from uefl.core.metrics import compute_metrics
+from uefl.core.metrics import compute_metric
 
 if TYPE_CHECKING:
     from uefl.algorithms.fedavg import FedAvg
@@ -46,4 +46,4 @@ def revoke_useless_codewords(method: FedAvg, clients: Clients, server: ServerSta
 
 
 def _nll(sums: Tensors) -> float:
-    return compute_metrics(sums)["nll"]
+    return compute_metric("nll", sums)

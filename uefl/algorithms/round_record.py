@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from uefl.core.federation import Evaluations, Reply, ServerState, Tensors
-from uefl.core.metrics import compute_metrics, compute_pooled_metrics, compute_scaled_nll
+from uefl.core.metrics import compute_metric, compute_metrics, compute_pooled_metrics, compute_scaled_nll
 
 if TYPE_CHECKING:
     from uefl.algorithms.uncertainty_report import UncertaintyReport
@@ -108,8 +108,8 @@ def _describe_reply(reply: Reply) -> dict[str, Any]:
     }
     entries |= {name: text for name, text in (("rejected", reply.rejected), ("note", reply.note)) if text}
     if "test" in reply.evaluations.local:
-        metrics = compute_metrics(reply.evaluations.local["test"])
-        entries |= {"local_accuracy": metrics["accuracy"], "local_entropy": metrics["entropy"]}
+        sums = reply.evaluations.local["test"]
+        entries |= {f"local_{name}": compute_metric(name, sums) for name in ("accuracy", "entropy")}
     return entries
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from uefl.core.federation import Clients, Evaluations, ServerState
-from uefl.core.metrics import compute_metrics
+from uefl.core.metrics import compute_metric
 
 if TYPE_CHECKING:
     from uefl.algorithms.fedavg import FedAvg
@@ -58,7 +58,7 @@ def _evaluate_with_access(
 
 
 def _validation_entropy(evaluation: Evaluations) -> float:
-    return compute_metrics(evaluation.received["validation"])["entropy"]
+    return compute_metric("entropy", evaluation.received["validation"])
 
 
 def _merge_choices(choices: dict[str, SiloEvaluations], target: str, target_access: TargetAccess) -> Evaluations:

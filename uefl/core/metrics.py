@@ -271,6 +271,11 @@ def compute_metrics(sums: Sums, specificity: float = DEFAULT_SPECIFICITY) -> Met
     return {"num_examples": num_examples, **values, **compute_two_class_metrics(sums, specificity)}
 
 
+def compute_metric(name: str, sums: Sums) -> float:
+    """Compute one metric that is always defined; all of them take longer."""
+    return float(next(metric for metric in METRICS if metric.name == name).value(sums))
+
+
 def compute_pooled_metrics(silos: Sequence[Sums], specificity: float = DEFAULT_SPECIFICITY) -> Metrics:
     """Compute the quality of uncertainty, and the metrics of two classes, of the examples of all silos together."""
     if not silos:

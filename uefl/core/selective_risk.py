@@ -7,9 +7,14 @@ the entropy's share of its maximum log C, so that very certain and very uncertai
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Counts = npt.NDArray[np.float64]
 
 RISK_BINS = 1024  # with 256, AUGRC of 100 classes would be wrong by 0.001
 _SMALLEST_SHARE = 1e-4  # of log C; entropies below it, or as close to log C, share a bin
@@ -32,15 +37,27 @@ def augrc(counts: Tensor) -> float:
     Traub et al., Overcoming common flaws in the evaluation of selective classification systems (NeurIPS 2024). Examples
     of one bin are accepted together, in random order.
     """
-    wrong, accepted = counts[0].double(), counts.double().sum(0)
-    mean_wrong = wrong.cumsum(0) - wrong / 2  # accepted errors, on average over a bin
-    return float((accepted * mean_wrong).sum() / counts.sum().clamp_min(1).square())
+    wrong, accepted = _count_wrong_and_all(counts)
+    mean_wrong = wrong.cumsum() - wrong / 2  # accepted errors, on average over a bin
+    return float(accepted @ mean_wrong / max(accepted.sum(), 1) ** 2)
 
 
 def risk_at_coverage(counts: Tensor, coverage: float) -> float:
     """Return the error rate of the accepted examples if this share of the examples is accepted, most certain first."""
-    wrong, accepted = counts[0].double(), counts.double().sum(0)
-    num_accepted = coverage * accepted.sum()
-    before = accepted.cumsum(0) - accepted  # examples in bins of lower entropy
-    share = ((num_accepted - before) / accepted.clamp_min(1)).clamp(0, 1)  # of a bin that is accepted
-    return float((wrong * share).sum() / num_accepted.clamp_min(1e-12))
+    wrong, accepted = _cumulate_outcomes(counts)
+    num_accepted = coverage * accepted[-1]
+    # Errors grow linearly within a bin, whose examples are accepted in random order.
+    return float(np.interp(num_accepted, accepted, wrong) / max(num_accepted, 1e-12))
+
+
+@lru_cache(maxsize=1)  # records have ten points of the curve of the same counts, which are never changed in place
+def _cumulate_outcomes(counts: Tensor) -> tuple[Counts, Counts]:
+    """Return errors and examples up to every bin, from 0 on."""
+    wrong, accepted = _count_wrong_and_all(counts)
+    return np.append(0.0, wrong.cumsum()), np.append(0.0, accepted.cumsum())
+
+
+def _count_wrong_and_all(counts: Tensor) -> tuple[Counts, Counts]:
+    """Return errors and examples by bin. With NumPy, since a record has many of these metrics and small tensors."""
+    values = counts.double().cpu().numpy()
+    return values[0], values.sum(0)

@@ -16,7 +16,9 @@ from uefl.experiment.records import Record, count_new_codewords, is_evaluated
 def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
     """Plot the means over silos by round, one line per run; a dashed line marks an extension of the codebook."""
     metrics = select_table_metrics(with_codebook=False)
-    figure = Figure(figsize=(5 * len(metrics), 4), layout="constrained")
+    figure = Figure(figsize=(5 * len(metrics), 4))
+    # Fixed margins: a layout that fits itself draws twice, and every seed of a comparison draws a figure.
+    figure.subplots_adjust(left=0.7 / 5 / len(metrics), right=0.99, bottom=0.12, top=0.96, wspace=0.22)
     for axes, metric in zip(figure.subplots(1, len(metrics)), metrics):
         for i, (name, records) in enumerate(runs.items()):
             evaluated = [record for record in records if is_evaluated(record)]

@@ -89,7 +89,8 @@ def _run_in_one_stack(
             return nullcontext(stack.open_clients(prepared.silos, prepared.net, prepared.experiment.seed))
 
         folders[name] = run_with_clients(
-            prepared.experiment, root, prepared.context, open_clients, partial(on_event, name)
+            *(prepared.experiment, root, prepared.context, open_clients, partial(on_event, name)),
+            writing=stack.yield_turn,
         )
 
     stack.run([partial(run_seed, name, prepared) for name, prepared in runs.items()])

@@ -10,7 +10,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -198,8 +198,13 @@ def run_with_clients(
     context: RunContext,
     open_clients: Callable[[], AbstractContextManager[Engine]],
     on_event: Listener = lambda _: None,
+    *,
+    writing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Path:
-    """Run, resume or find an experiment with any clients; they are opened only if rounds remain."""
+    """Run, resume or find an experiment with any clients; they are opened only if rounds remain.
+
+    `writing` is entered while the files of a round are written.
+    """
     name = f"{experiment.method_name}-{experiment.data.name}-{experiment.run_id(context.fingerprint)}"
     folder = RunFolder(ensure_writable_folder(root / name))
     # The supervisor of a deployed run resumes it by its exit code; elsewhere, a user has to free the disk.
@@ -219,12 +224,18 @@ def run_with_clients(
                 folder.remove_header()
             raise
         with opened as clients:
-            server = _run_rounds(experiment, clients, folder, on_event)
+            server = _run_rounds(experiment, clients, folder, on_event, writing)
             _write_results(folder, experiment, server, clients, context)
     return folder.path
 
 
-def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_event: Listener) -> ServerState:
+def _run_rounds(
+    experiment: Experiment,
+    clients: Engine,
+    folder: RunFolder,
+    on_event: Listener,
+    writing: Callable[[], AbstractContextManager[None]],
+) -> ServerState:
     """Run the remaining rounds; after each, write its records and then the checkpoint that follows them."""
     method, resumed = experiment.method, _resume(clients, folder, on_event)
     next_record = resumed.open_record.get("round", resumed.round + 1) if resumed else 1
@@ -248,8 +259,9 @@ def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_e
             on_event({"kind": "round", "record": record})
             if "warning" in record:
                 on_event({"kind": "warning", "message": f"round {record['round']}: {record['warning']}"})
-        records.append_records(folder.records_path, server.completed_records)
-        save_checkpoint(folder.checkpoint_path, server, clients.client_states)
+        with writing():
+            records.append_records(folder.records_path, server.completed_records)
+            save_checkpoint(folder.checkpoint_path, server, clients.client_states)
     assert server is not None, "a method has at least one round"
     return server
 

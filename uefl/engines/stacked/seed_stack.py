@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -126,17 +127,22 @@ class SeedStack:
 
     def wait_for_replies(self, clients: SeedClients, request: Request) -> list[Reply]:
         """Hand in a request of a seed's server and wait for its replies."""
-        self._turn.release()
-        try:
-            with self._changed:
-                self._requests[clients] = request
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: clients in self._replies or self._is_stopped)
-        finally:
-            self._turn.acquire()
+        with self.yield_turn(), self._changed:
+            self._requests[clients] = request
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: clients in self._replies or self._is_stopped)
         if clients not in self._replies:
             raise SeedStackStopped
         return self._replies.pop(clients)
+
+    @contextmanager
+    def yield_turn(self) -> Iterator[None]:
+        """Let the servers of other seeds work while this one waits for the disk."""
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
 
     def _run_seed(self, seed: Callable[[], None]) -> None:
         try:
