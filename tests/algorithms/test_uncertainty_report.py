@@ -1,4 +1,4 @@
-"""Which silos are reported as uncertain: the test decides, not who gets codewords."""
+"""The uncertainty test decides which silos are reported as uncertain, and not which silos get codewords."""
 
 from dataclasses import replace
 
@@ -94,7 +94,7 @@ def test_a_difference_below_gamma_is_not_reported_however_certain():
         assert report.uncertain_silos == expected
 
 
-def test_the_test_does_not_decide_who_gets_codewords():
+def test_the_test_does_not_decide_which_silos_get_codewords():
     """Thirteen images per silo: the permutation test finds none, and the threshold extends three."""
     results = {}
     for test in ("none", "permutation"):

@@ -131,7 +131,7 @@ class SerialEngine:
     def _query_one_by_one(
         self, method: Method, task: str, client_task: ClientTask, broadcast: Broadcast, splits: Sequence[Split]
     ) -> Iterator[Reply]:
-        """Run a client task, known by the name `task`, at one participant after another."""
+        """Run a client task, whose name is `task`, at one participant after another."""
         for name in sorted(broadcast.participants):
             started = time.perf_counter()
             self.on_progress(name, task)
@@ -149,7 +149,11 @@ class SerialEngine:
     def _move_to_device(self, silo: Silo) -> Silo:
         move, groups = self._move_examples, silo.train_groups
         return Silo(
-            *(silo.name, move(silo.train), move(silo.validation), move(silo.test), silo.domain),
+            silo.name,
+            move(silo.train),
+            move(silo.validation),
+            move(silo.test),
+            silo.domain,
             train_groups=None if groups is None else groups.to(self.device),
         )
 
