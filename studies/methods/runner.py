@@ -36,11 +36,11 @@ ADDED_SETTINGS: Mapping[str, Any] = {
     "method.codebook.codeword_gradient": "code",
     "method.codebook.gate": "none",
     "method.codebook.gate_value": 0.75,
-    "method.codebook.min_examples": 10,  # changes results; the notes of the page say so
+    "method.codebook.min_examples": 10,  # changes results, as the notes of the page state
     "method.codebook.uncertainty_test": "permutation",  # a report, which decides nothing
     "method.codebook.uncertainty_level": 0.05,
 }
-EARLIER_VALUES = {"uncertain": True, "none": False}  # of method.codebook.extend
+EARLIER_EXTEND_VALUES = {"uncertain": True, "none": False}  # of method.codebook.extend
 
 
 class StudyResources(NamedTuple):
@@ -89,7 +89,7 @@ def drop_added_settings(value: Any, recorded: Any) -> Any:
         return value
     extend = "method.codebook.extend"
     if isinstance(recorded.get(extend), bool) and extend in value:
-        value = {**value, extend: EARLIER_VALUES.get(value[extend])}
+        value = {**value, extend: EARLIER_EXTEND_VALUES.get(value[extend])}
     return {n: v for n, v in value.items() if n in recorded or ADDED_SETTINGS.get(n, ...) != v}
 
 

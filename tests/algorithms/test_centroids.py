@@ -1,4 +1,4 @@
-"""Centroids of a silo stand for enough examples; those of several are merged as if the server had their points."""
+"""Centroids of a silo are means over enough examples; those of several are merged as if the server had their points."""
 
 from dataclasses import replace
 
