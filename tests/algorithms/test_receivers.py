@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import SHORT_RUN, SMALL_CODEBOOK, have_equal_bits, make_clients, make_striped_silos, run_rounds
 
+from uefl.algorithms import codeword_validation
 from uefl.algorithms.codeword_validation import UNVALIDATED_FROM, revoke_useless_codewords
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.uefl import UEFL
@@ -115,8 +116,6 @@ def test_codewords_are_revoked_where_validation_nll_is_lower_without_them():
 
 def set_nll(monkeypatch, nll):
     """Let the validation of a silo have given values of NLL, with and without its new codewords."""
-    from uefl.algorithms import codeword_validation
-
     calls = iter(nll)
 
     def evaluate(_method, _clients, server, silo_names, _access):
