@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.harness import Measurement, Options, measure_interleaved
 from uefl.experiment.experiment import Experiment
-from uefl.experiment.grouped_runs import run_seeds
+from uefl.experiment.grouped_runs import run_group
 from uefl.experiment.parsing import parse_experiments
 
 SEEDS = tuple(range(100, 110))
@@ -35,4 +35,4 @@ def run_in_new_folder(experiment: Experiment, seeds: tuple[int, ...], device: st
     """Run these seeds from their data to their summaries."""
     runs = {f"seed {seed}": replace(experiment, seed=seed) for seed in seeds}
     with tempfile.TemporaryDirectory() as folder:
-        run_seeds(runs, Path(folder), device=device, on_event=lambda _name, _event: None)
+        run_group(runs, Path(folder), device=device, on_event=lambda _name, _event: None)

@@ -4,8 +4,8 @@
 digits at random into nine silos, 400 times: no silo is more uncertain, so every report is false. At level 0.05 at most
 29 of 400 federations may have one (20 expected, two standard errors).
 `python -m studies.uncertainty_test minority` trains UEFL up to its first decision on five silos, three of them upright
-and two rotated by other angles each, once per seed: a run counts if a silo of a minority is reported. At least 80 % of
-runs shall count. Both append a record with the command to results/uncertainty-test.jsonl.
+and two rotated by other angles each, once per seed: a run counts if a silo of a minority is reported. The
+aim is at least 80 % of runs. Both append a record with the command to results/uncertainty-test.jsonl.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uncertainty_report import report_by_permutation
 from uefl.core.federation import Batch, ClientModel, Examples, Tensors
 from uefl.core.local import LocalTraining
-from uefl.core.metrics import compute_metric_sums
+from uefl.core.metrics import CODEWORD_COUNTS, compute_metric_sums
 from uefl.core.noise import derive_key, permutation, salt_noise_layers, set_noise_key, uniform
 from uefl.data.config import DataConfig
 from uefl.engines.serial import SerialEngine
@@ -41,8 +41,13 @@ RECORDS = Path("results/uncertainty-test.jsonl")
 NUM_FEDERATIONS, NUM_SILOS, SMALLEST, LARGEST, MAX_REPORTS = 400, 9, 100, 400, 29
 NUM_HELD_OUT, NUM_TRAIN, MC_SAMPLES = 3600, 1000, 20
 MINORITY_SETTINGS = [
-    *("num_silos=3,1,1", "shifts=none,rotate:-50,rotate:120", "train_per_silo=800", "test_per_silo=100"),
-    *("validation_fraction=0.25", "rounds=5", "epochs=2"),
+    "num_silos=3,1,1",
+    "shifts=none,rotate:-50,rotate:120",
+    "train_per_silo=800",
+    "test_per_silo=100",
+    "validation_fraction=0.25",
+    "rounds=5",
+    "epochs=2",
 ]
 MAJORITY = "D1"  # the name of the first domain begins the names of its silos
 
@@ -81,15 +86,15 @@ def draw_silos(seed: int, num_examples: int) -> list[Tensor]:
     return list(torch.split(order[: int(sizes.sum())], sizes.tolist()))
 
 
-def count_false_reports(sums: list[Tensors], num_federations: int) -> list[dict[str, Any]]:
+def list_false_reports(sums: list[Tensors], num_federations: int) -> list[dict[str, Any]]:
     """Return the federations in which a silo is reported, with the silos and their p-values."""
-    stacked = {name: torch.stack([s[name] for s in sums]) for name in sums[0] if name != "codeword_counts"}
-    stacked["codeword_counts"] = torch.zeros(len(sums), 1, 0)
+    stacked = {name: torch.stack([s[name] for s in sums]) for name in sums[0] if name != CODEWORD_COUNTS}
+    stacked[CODEWORD_COUNTS] = torch.zeros(len(sums), 1, 0)
     codebook, reports = ExtensibleCodebook(), []
     for seed in range(num_federations):
         silos = {
-            f"silo {k}": {name: values[chosen].sum(0) for name, values in stacked.items()}
-            for k, chosen in enumerate(draw_silos(seed, len(sums)))
+            f"silo {k}": {name: values[indices].sum(0) for name, values in stacked.items()}
+            for k, indices in enumerate(draw_silos(seed, len(sums)))
         }
         report = report_by_permutation(codebook, silos, derive_key(seed, "permutations"), num_decisions=1)
         if report.uncertain_silos:
@@ -98,10 +103,10 @@ def count_false_reports(sums: list[Tensors], num_federations: int) -> list[dict[
     return reports
 
 
-def compute_interval(found: int, total: int) -> tuple[float, float]:
+def compute_interval(count: int, total: int) -> tuple[float, float]:
     """Return the interval of Clopper and Pearson (95 %) of a share."""
-    low = float(beta.ppf(0.025, found, total - found + 1)) if found else 0.0
-    return low, float(beta.ppf(0.975, found + 1, total - found)) if found < total else 1.0
+    low = float(beta.ppf(0.025, count, total - count + 1)) if count else 0.0
+    return low, float(beta.ppf(0.975, count + 1, total - count)) if count < total else 1.0
 
 
 def find_minority(seed: int, device: str, settings: list[str]) -> dict[str, Any]:
@@ -117,6 +122,7 @@ def find_minority(seed: int, device: str, settings: list[str]) -> dict[str, Any]
 
 
 def write_record(out: Path, record: dict[str, Any]) -> None:
+    """Append a record with the command and the versions that made it."""
     command = shlex.join(["python", "-m", "studies.uncertainty_test", *sys.argv[1:]])
     append_records(out, [{"command": command, "uefl": __version__, "torch": torch.__version__, **record}])
 
@@ -129,7 +135,7 @@ def chance(
     """Count the federations of one distribution in which some silo is reported."""
     sums = compute_example_sums(*train_once())
     accuracy = sum(float(s["correct"]) for s in sums) / len(sums)
-    reports = count_false_reports(sums, federations)
+    reports = list_false_reports(sums, federations)
     interval = compute_interval(len(reports), federations)
     record = {"part": "chance", "federations": federations, "reports": len(reports), "interval": interval}
     write_record(out, {**record, "accuracy": accuracy, "federations with a report": reports})
@@ -149,12 +155,13 @@ def minority(
     for seed in parse_seeds(seeds):
         runs.append(find_minority(seed, device, MINORITY_SETTINGS))
         typer.echo(f"seed {seed}: reported {', '.join(runs[-1]['reported']) or 'none'}")
-    found = sum(any(not name.startswith(MAJORITY) for name in run["reported"]) for run in runs)
-    interval = compute_interval(found, len(runs))
+    num_found = sum(any(not name.startswith(MAJORITY) for name in run["reported"]) for run in runs)
+    interval = compute_interval(num_found, len(runs))
     write_record(
-        out, {"part": "minority", "arguments": MINORITY_SETTINGS, "found": found, "interval": interval, "runs": runs}
+        out,
+        {"part": "minority", "arguments": MINORITY_SETTINGS, "found": num_found, "interval": interval, "runs": runs},
     )
-    typer.echo(f"found in {found} of {len(runs)} runs, 95 % interval {interval}")
+    typer.echo(f"found in {num_found} of {len(runs)} runs, 95 % interval {interval}")
 
 
 if __name__ == "__main__":

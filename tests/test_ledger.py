@@ -1,11 +1,16 @@
 """The ledger of deviations covers every method of the registry, with an effect for each deviation."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from uefl.algorithms import METHODS
+from uefl.algorithms.extensible_codebook import ExtensibleCodebook
+from uefl.core.local import LocalTraining
+from uefl.data.config import DataConfig
+from uefl.models.model_config import ModelConfig
 
 LEDGER = (Path(__file__).parents[1] / "docs" / "deviations.md").read_text()
 SECTIONS = {
@@ -13,6 +18,21 @@ SECTIONS = {
     for heading, body in re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", LEDGER, re.M | re.S)
     for name in re.findall(r"`([\w-]+)`", heading)
 }
+
+
+ROWS = dict(re.findall(r"^\| (D\d+) \|(.*)$", LEDGER, re.M))
+CITATIONS = [
+    (field.name, number)
+    for owner in (*(METHODS[name] for name in METHODS), ExtensibleCodebook, LocalTraining, DataConfig, ModelConfig)
+    for field in fields(owner)
+    for number in re.findall(r"\bD\d+\b", field.metadata.get("help", ""))
+]
+
+
+def test_the_row_that_a_help_text_cites_is_about_its_setting() -> None:
+    wrong = [(name, number) for name, number in CITATIONS if name not in ROWS.get(number, "")]
+    assert CITATIONS
+    assert not wrong
 
 
 def test_every_method_of_the_registry_has_a_section_and_no_other() -> None:

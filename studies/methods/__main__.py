@@ -40,7 +40,7 @@ def run(
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = ",".join(map(str, SEEDS)),
     device: DeviceOption = "cpu",
     engine: Annotated[str, typer.Option(help="As in `uefl run`.")] = "auto",
-    workers: Annotated[int, typer.Option(min=0, help="Parallel processes; 0: one per core, on CUDA at most 4.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Parallel processes; 0 means one per core, fewer on CUDA.")] = 0,
     max_minutes: Annotated[float, typer.Option(help="Time limit in minutes; the same command resumes.")] = 1e6,
     out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs/methods"),
     records: RecordsOption = RECORDS,

@@ -22,7 +22,7 @@ from uefl.core.errors import ResumableError
 from uefl.core.metrics import TABLE_METRICS, mean_metric
 from uefl.experiment import records
 from uefl.experiment.experiment import RESULTS_VERSION, Experiment
-from uefl.experiment.grouped_runs import group_by_seed, run_seeds
+from uefl.experiment.grouped_runs import group_runs, run_group
 from uefl.experiment.parallel_runs import choose_workers
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION
 from uefl.experiment.run import Event
@@ -36,12 +36,12 @@ ADDED_SETTINGS: Mapping[str, Any] = {
     "method.codebook.codeword_gradient": "code",
     "method.codebook.gate": "none",
     "method.codebook.gate_value": 0.75,
-    "method.codebook.min_examples": 10,  # changes results; the notes of the page say so
+    "method.codebook.min_examples": 10,  # changes results, as the notes of the page state
     "method.codebook.uncertainty_test": "permutation",  # a report, which decides nothing
     "method.codebook.uncertainty_level": 0.05,
     "method.fine_tuning_epochs": 0,
 }
-EARLIER_VALUES = {"uncertain": True, "none": False}  # of method.codebook.extend
+EARLIER_EXTEND_VALUES = {"uncertain": True, "none": False}  # of method.codebook.extend
 
 
 class StudyResources(NamedTuple):
@@ -90,7 +90,7 @@ def drop_added_settings(value: Any, recorded: Any) -> Any:
         return value
     extend = "method.codebook.extend"
     if isinstance(recorded.get(extend), bool) and extend in value:
-        value = {**value, extend: EARLIER_VALUES.get(value[extend])}
+        value = {**value, extend: EARLIER_EXTEND_VALUES.get(value[extend])}
     return {n: v for n, v in value.items() if n in recorded or ADDED_SETTINGS.get(n, ...) != v}
 
 
@@ -187,7 +187,7 @@ def run_parallel(runs: Sequence[StudyRun], resources: StudyResources, path: Path
     for data in {run_.experiment.data.name: run_.experiment.data for run_ in reversed(todo)}.values():
         data.load(0)  # decode once, not in every process
     start, num_left, num_done = time.time(), 0, 0
-    numbered = group_by_seed({str(i): run_.experiment for i, run_ in enumerate(todo)})
+    numbered = group_runs({str(i): run_.experiment for i, run_ in enumerate(todo)})
     groups = [[todo[int(i)] for i in group] for group in numbered]
     # Processes are reused: importing torch and initializing a GPU takes as long as some runs.
     resources = resources._replace(workers=choose_workers(resources.workers, len(groups), resources.device))
@@ -228,7 +228,7 @@ def _execute_runs(runs: Sequence[StudyRun], resources: StudyResources, parent_pi
 
     experiments = {run_.label: run_.experiment for run_ in runs}
     assert len(experiments) == len(runs), "two runs with one label would share a record"
-    folders = run_seeds(
+    folders = run_group(
         experiments, resources.out, device=resources.device, engine=resources.engine, on_event=check_limits
     )
     return [

@@ -1,1 +1,1 @@
-"""UEFL beside FedAvg and the personalised methods: trials chosen by validation, then ten fresh seeds, paired."""
+"""UEFL beside FedAvg and the personalized methods: trials chosen by validation, then ten fresh seeds, paired."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from studies.methods.runner import RunRecord
+from studies.methods.runner import RunRecord, StudyRun
 from studies.rivals.runner import Choice, Files, list_final_runs, list_trials, read_frozen
 from studies.rivals.setups import FEDAVG, SEEDS, SETUPS, UEFL, Schedule, Setup
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
@@ -17,6 +17,7 @@ from uefl.experiment.records import read_records
 
 NOTES = Path(__file__).with_name("notes.md")
 MARGIN_POINTS, MARGIN_NLL = 0.3, 2.0  # what "not below" allows: points of accuracy, percent of NLL
+SMALL_SILO = "Switzerland"  # a hospital that has few patients without heart disease
 Part = tuple[int, int]  # seed and fold
 Compare = Callable[[Sequence[float], Sequence[float]], Difference]
 
@@ -85,7 +86,7 @@ def find_fold_rows(name: str, trials: Sequence[RunRecord]) -> dict[str, dict[Par
     setup = SETUPS[name]
     rows: dict[str, dict[Part, RunRecord]] = {method: {} for method in setup.rows}
     own = [record for record in trials if record["setup"] == name]
-    by_identity = {_identify(record): record for record in own}
+    by_identity = {_identify_record(record): record for record in own}
     for run in list_trials(name, setup.schedules[0]):
         record = by_identity.get(_identify_run(run))
         if record is None:
@@ -97,12 +98,12 @@ def find_fold_rows(name: str, trials: Sequence[RunRecord]) -> dict[str, dict[Par
     return rows
 
 
-def _identify(record: RunRecord) -> tuple[str, int, str]:
+def _identify_record(record: RunRecord) -> tuple[str, int, str]:
     return record["method"], record["seed"], record["settings"].get("data.fold", "")
 
 
-def _identify_run(run: object) -> tuple[str, int, str]:
-    return run.method, run.seed, run.experiment.data.fold  # type: ignore[attr-defined]
+def _identify_run(run: StudyRun) -> tuple[str, int, str]:
+    return run.method, run.seed, run.experiment.data.fold
 
 
 def find_trial_scores(name: str, trials: Sequence[RunRecord]) -> dict[str, list[float]]:
@@ -115,7 +116,7 @@ def find_trial_scores(name: str, trials: Sequence[RunRecord]) -> dict[str, list[
 
 
 def describe_trials(scores: Mapping[str, Sequence[float]]) -> str:
-    """Say how far a setup is whose fresh seeds have not run."""
+    """Describe the trials of a setup whose fresh seeds have not run."""
     lines = ["Fresh seeds have not run. The trials have this NLL on validation examples (lower is better):", ""]
     lines += ["| trial | validation NLL | runs |", "| --- | --- | --- |"]
     return "\n".join([*lines, *(f"| {label} | {mean(v):.4f} | {len(v)} |" for label, v in scores.items())])
@@ -125,12 +126,12 @@ def describe_trials(scores: Mapping[str, Sequence[float]]) -> str:
 
 
 def describe_choice(name: str, frozen: Mapping[str, RunRecord]) -> str:
-    """Say which schedule and trials validation chose."""
+    """Describe which schedule and trials validation chose."""
     setup = SETUPS[name]
     if setup.folds:
         labels = {method: ", ".join(t.label for t in row.trials) for method, row in setup.rows.items()}
-        chosen = "Every fold chooses the trial of each method by its own validation patients."
-        return chosen + "\n\n" + "\n".join(f"- {method}: {text}" for method, text in labels.items())
+        choice = "Every fold chooses the trial of each method by its own validation patients."
+        return choice + "\n\n" + "\n".join(f"- {method}: {text}" for method, text in labels.items())
     entry = frozen[setup.trials_of or name]
     lines = [f"Schedule: {entry['schedule']['schedule']}, learning rate {entry['schedule']['lr']:g}."]
     if setup.trials_of:
@@ -145,7 +146,9 @@ def describe_choice(name: str, frozen: Mapping[str, RunRecord]) -> str:
 
 def render_table(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:
     """Render means over seeds, and UEFL's paired gain over every other method."""
-    columns = [c for c in COLUMNS if all(c.metric in s for r in rows[UEFL].values() for s in _judged(r).values())]
+    columns = [
+        c for c in COLUMNS if all(c.metric in s for r in rows[UEFL].values() for s in _select_large_silos(r).values())
+    ]
     head = ["method", *(c.title for c in columns), "UEFL's gain in mA, points", "in NLL, %", "own codewords"]
     head += ["MB per round and silo"]
     lines = [head, ["---"] * len(head)]
@@ -169,10 +172,10 @@ def _get_comparison(setup: Setup) -> Compare:
     return partial(compare_folds, test_to_train=1 / (setup.folds - 1)) if setup.folds else compare_seeds
 
 
-def _judged(record: RunRecord) -> Mapping[str, RunRecord]:
-    """Return the silos with enough examples of every class to be judged by all metrics."""
+def _select_large_silos(record: RunRecord) -> Mapping[str, RunRecord]:
+    """Return the silos with enough test examples of every class for all metrics."""
     silos: Mapping[str, RunRecord] = record["silos"]
-    return {name: silo for name, silo in silos.items() if name != "Switzerland"} if "Switzerland" in silos else silos
+    return {name: silo for name, silo in silos.items() if name != SMALL_SILO}
 
 
 def mean_over_silos(record: RunRecord, metric: str) -> float:

@@ -1,4 +1,4 @@
-"""Choose schedule and trials by validation, freeze them, then run fresh seeds. Records on disk; every step resumes."""
+"""Choose schedule and trials by validation, freeze them, then run fresh seeds; the same command resumes every step."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def run_search(name: str, resources: StudyResources, files: Files, report: Calla
 
 
 def freeze_choice(name: str, files: Files) -> Choice:
-    """Write down the trial of every row with the lowest validation NLL; a frozen choice never changes."""
+    """Store the trial of every row with the lowest validation NLL; a frozen choice never changes."""
     frozen = read_frozen(files.frozen)
     if name not in frozen:
         run_records, setup = read_records(files.trials), SETUPS[name]

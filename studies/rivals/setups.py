@@ -103,14 +103,8 @@ NORM_TRIALS = (  # of methods without a setting of their own
     Trial(label="no layer norm, a third of the rate", model=NO_NORM, lr_factor=SLOWER),
 )
 IMAGE_ROWS: Mapping[str, Row] = {
-    FEDAVG: Row(
-        method="fedavg",
-        trials=NORM_TRIALS,
-    ),
-    "FedBN": Row(
-        method="fedbn",
-        trials=NORM_TRIALS,
-    ),
+    FEDAVG: Row(method="fedavg", trials=NORM_TRIALS),
+    "FedBN": Row(method="fedbn", trials=NORM_TRIALS),
     "FedAvg, fine-tuned": Row(
         method="fine-tuning",
         trials=tuple(Trial(label=f"{e} epochs", method={"fine_tuning_epochs": e}) for e in (2, 5, 10, 20)),
@@ -264,7 +258,7 @@ def list_hospital_trials(label: str, values: Sequence[Any], make: Any) -> tuple[
     return tuple(trials)
 
 
-def decay_weights(decay: float) -> dict[str, Any]:
+def set_weight_decay(decay: float) -> dict[str, Any]:
     """Return the fields of a weight decay."""
     return {"local": {"weight_decay": decay}}
 
@@ -353,11 +347,11 @@ HOSPITALS = Setup(
             method="centralized",
             trials=list_hospital_trials("dropout", (0.1, 0.5), lambda p: {"model": {"dropout": p}}),
         ),
-        FEDAVG: Row(method="fedavg", trials=list_hospital_trials("weight decay", (0.1, 0.5), decay_weights)),
+        FEDAVG: Row(method="fedavg", trials=list_hospital_trials("weight decay", (0.1, 0.5), set_weight_decay)),
         "FedBN": Row(
             method="fedbn",
             trials=list_hospital_trials(
-                "weight decay", (0.1, 0.5), lambda decay: {**decay_weights(decay), "model": {"encoder": "mlp-bn"}}
+                "weight decay", (0.1, 0.5), lambda decay: {**set_weight_decay(decay), "model": {"encoder": "mlp-bn"}}
             ),
         ),
         "Ditto": Row(method="ditto", trials=list_hospital_trials("λ", (0.1, 1.0), lambda x: {"method": {"lam": x}})),

@@ -44,7 +44,7 @@ def _compare(differences: Sequence[float], test_to_train: float) -> Difference:
 
 
 def adjust_holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Return the p-values adjusted by Holm's step-down, so that their smallest errs at its level for all together."""
+    """Return the p-values adjusted by Holm's step-down, so that the level holds for all comparisons together."""
     adjusted, largest = {}, 0.0
     for rank, name in enumerate(sorted(p_values, key=lambda n: p_values[n])):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))

@@ -59,7 +59,7 @@ BRIGHTNESS = {"ada": 0.0, "bob": 0.0, "cyd": 0.0, "dan": 4.0, "eve": 4.0}
 
 
 def make_silos_of_two_domains():
-    """Return silos with dark and with bright images; `domain` tells nothing."""
+    """Return silos with dark and with bright images; `domain` is the same for all."""
     return [
         Silo(name, *(make_pattern_examples(n, 10 * i + j, brightness) for j, n in enumerate((60, 9, 9))))
         for i, (name, brightness) in enumerate(BRIGHTNESS.items())

@@ -1,4 +1,4 @@
-"""Centroids of a silo stand for enough examples; those of several are merged as if the server had their points."""
+"""Centroids of a silo are means over enough examples; those of several are merged as if the server had their points."""
 
 from dataclasses import replace
 
@@ -95,9 +95,9 @@ def test_members_of_an_ensemble_send_equally_many_centroids_without_losing_featu
         assert counts.sum(1).tolist() == [features[name].shape[1]] * 3
 
 
-@pytest.mark.parametrize("num_blank", [1, 10])
-def test_counts_are_bounded_by_the_features_of_the_blank_images(num_blank):
-    blank = {"centroids": torch.zeros(1, 2, 4), "counts": torch.tensor([[3.0, 5.0]]) * num_blank}
+@pytest.mark.parametrize("num_blank_images", [1, 10])
+def test_counts_are_bounded_by_the_features_of_the_blank_images(num_blank_images):
+    blank = {"centroids": torch.zeros(1, 2, 4), "counts": torch.tensor([[3.0, 5.0]]) * num_blank_images}
     answer = {"centroids": torch.ones(1, 3, 4), "counts": torch.tensor([[60.0, 60.0, 40.0]])}
-    assert find_centroid_error(answer, blank, 20, num_blank=num_blank) == ""
-    assert "sum to 160" in find_centroid_error(answer, blank, 19, num_blank=num_blank)
+    assert find_centroid_error(answer, blank, 20, num_blank_images=num_blank_images) == ""
+    assert "sum to 160" in find_centroid_error(answer, blank, 19, num_blank_images=num_blank_images)

@@ -1,4 +1,4 @@
-"""Rounds that are not evaluated: the model is the same, records say so, and summaries use the evaluated rounds."""
+"""Rounds that are not evaluated: the model is the same, and summaries use the evaluated rounds."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def test_decisions_are_evaluated_in_any_round():
     assert have_equal_bits(server.model_state, expected.model_state)
 
 
-def test_a_round_of_few_clients_asks_nobody_else_unless_it_is_evaluated():
+def test_a_round_of_few_clients_queries_no_other_silo_unless_it_is_evaluated():
     queries = []
 
     class CountingEngine(StackedEngine):

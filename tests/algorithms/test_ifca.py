@@ -106,13 +106,13 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_a_silo_without_an_answer_keeps_its_model():
-    class DeafEngine(SerialEngine):
+    class LateEngine(SerialEngine):
         def query(self, method, task, broadcast, splits):
             for reply in super().query(method, task, broadcast, splits):
                 yield reply._replace(rejected="late") if (reply.silo_name, task) == ("silo 1", LOSS_TASK) else reply
 
     method = make_method("ifca")
-    clients = DeafEngine(make_pattern_silos(), build_model(method, MLP_MODEL))
+    clients = LateEngine(make_pattern_silos(), build_model(method, MLP_MODEL))
     server = method.initialize_server(clients)
     server = server.replace(method_state={**server.method_state, ASSIGNMENT: torch.tensor([0, 1, 0])})
     server, _ = method.choose_models(clients, server, server.silo_names)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import SHORT_RUN, SMALL_CODEBOOK, have_equal_bits, make_clients, make_striped_silos, run_rounds
 
+from uefl.algorithms import codeword_validation
 from uefl.algorithms.codeword_validation import UNVALIDATED_FROM, revoke_useless_codewords
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.uefl import UEFL
@@ -113,10 +114,8 @@ def test_codewords_are_revoked_where_validation_nll_is_lower_without_them():
     assert revoke_useless_codewords(method, clients, after) is after  # none is left to be validated
 
 
-def compute_fixed_nll(monkeypatch, nll):
+def set_nll(monkeypatch, nll):
     """Let the validation of a silo have given values of NLL, with and without its new codewords."""
-    from uefl.algorithms import codeword_validation
-
     calls = iter(nll)
 
     def evaluate(_method, _clients, server, silo_names, _access):
@@ -124,14 +123,14 @@ def compute_fixed_nll(monkeypatch, nll):
         return server, {name: values[name] for name in silo_names if name in values}
 
     monkeypatch.setattr(codeword_validation, "evaluate_with_access", evaluate)
-    monkeypatch.setattr(codeword_validation, "_nll", lambda value: value)
+    monkeypatch.setattr(codeword_validation, "_compute_nll", lambda value: value)
 
 
 def test_equal_or_missing_values_revoke_nothing(monkeypatch):
     method, clients, server = prepare_validation()
     owners = [n for n, row in zip(SILO_NAMES, server.access) if row[6:].any()]
     worse, equal, missing = owners
-    compute_fixed_nll(monkeypatch, [{worse: 2.0, equal: 1.0, missing: 1.0}, {worse: 1.0, equal: 1.0}])
+    set_nll(monkeypatch, [{worse: 2.0, equal: 1.0, missing: 1.0}, {worse: 1.0, equal: 1.0}])
     after = revoke_useless_codewords(method, clients, server)
     num_codewords = dict(zip(SILO_NAMES, after.access.sum(1).tolist()))
     assert (num_codewords[worse], num_codewords[equal], num_codewords[missing]) == (6, 12, 12)

@@ -5,23 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import (
-    ALWAYS_UNCERTAIN,
     CODEWORDS,
     LOCAL,
     SHORT_RUN,
+    SMALL_CODEBOOK,
     have_equal_bits,
     make_clients,
     make_striped_silos,
     run_rounds,
 )
 
-from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import Reply
 from uefl.engines.serial import SerialEngine
 
-EAGER = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, **ALWAYS_UNCERTAIN)
+EAGER = replace(SMALL_CODEBOOK, min_examples=10)
 WEIGHT = "classifier.1.weight"
 
 

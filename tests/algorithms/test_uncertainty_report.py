@@ -1,4 +1,4 @@
-"""Which silos are reported as uncertain: the test decides, not who gets codewords."""
+"""The uncertainty test decides which silos are reported as uncertain, and not which silos get codewords."""
 
 from dataclasses import replace
 
@@ -9,11 +9,9 @@ from harness import CODEWORDS, LOCAL, SHORT_RUN, SMALL_CODEBOOK, make_clients, r
 from uefl.algorithms.uefl import UEFL
 from uefl.algorithms.uncertainty_report import report_uncertain_silos
 from uefl.core import noise_addresses as addresses
-from uefl.core.entropy_comparison import compare_entropies
+from uefl.core.entropy_comparison import compare_entropies, count_entropies
 from uefl.core.metrics import ENTROPY_COUNTS, compute_metrics
 from uefl.core.noise import derive_key
-
-LARGE = {"gamma": 0.1, "uncertainty_test": "permutation"}
 
 
 def make_uefl(**codebook):
@@ -57,8 +55,6 @@ def test_the_permutation_test_compares_silos_with_the_initial_codewords(decision
 
 def make_sums(method, entropies, spread=0.2, n=60):
     """Return validation sums of silos, as an evaluation gives them, for entropies around given values."""
-    from uefl.core.entropy_comparison import count_entropies
-
     clients = make_clients(method)
     server, _ = run_rounds(method, clients, 2)
     template = query_validation(method, clients, server, server.access)
@@ -94,7 +90,7 @@ def test_a_difference_below_gamma_is_not_reported_however_certain():
         assert report.uncertain_silos == expected
 
 
-def test_the_test_does_not_decide_who_gets_codewords():
+def test_the_test_does_not_decide_which_silos_get_codewords():
     """Thirteen images per silo: the permutation test finds none, and the threshold extends three."""
     results = {}
     for test in ("none", "permutation"):

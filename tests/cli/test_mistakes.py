@@ -37,7 +37,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
         ("image_size=100000", "image_size=100000 must be at least 0 and at most 4096"),
         (
             "num_codewords=1000000",
-            "num_codewords=1000000 must be at least 0 and at most 65536; 0 means by the number of features",
+            "num_codewords=1000000 must be at least 0 and at most 65536; 0 means a choice by the number of features",
         ),
         ("alpha=0.3", f"alpha has no effect with partitioner=domains; it is used by {PARTITIONERS_WITH_ALPHA}"),
         ("classes_per_silo=2", "classes_per_silo has no effect with partitioner=domains; it is used by pathological"),

@@ -19,7 +19,7 @@ from uefl.core.uncertainty import entropy
 
 
 def draw_predictions(n, num_classes, strength, seed):
-    """Return entropies and correctness of a classifier whose confidence tells something about its errors."""
+    """Return entropies and correctness of a classifier whose confidence is related to its errors."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(num_classes, (n,), generator=generator)
     noise = torch.randn(n, num_classes, generator=generator, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Clusters are merged until points of enough distinct examples stand behind each of them."""
+"""Clusters are merged until each has points of enough distinct examples."""
 
 import pytest
 import torch

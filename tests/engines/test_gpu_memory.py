@@ -17,7 +17,7 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.core.local import LocalTraining
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked.stacked_engine import StackedEngine
-from uefl.experiment.grouped_runs import run_seeds
+from uefl.experiment.grouped_runs import run_group
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import run
 
@@ -61,7 +61,7 @@ def test_seeds_in_one_stack_give_their_memory_back(tmp_path: Path) -> None:
         for seed in range(first, first + 3):
             (experiment,) = parse_experiments(["uefl", *TINY_SETTINGS, f"seed={seed}"], [], "default").values()
             runs[f"seed {seed}"] = experiment
-        run_seeds(runs, tmp_path, device="cuda", on_event=lambda _name, _event: None)
+        run_group(runs, tmp_path, device="cuda", on_event=lambda _name, _event: None)
         held.append(read_held_memory())
     assert [h[0] - held[0][0] for h in held[1:]] == [0, 0]
     assert max(h[1] for h in held) <= held[0][1]

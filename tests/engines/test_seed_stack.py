@@ -17,7 +17,7 @@ from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import Silo
 from uefl.core.kmeans import kmeans_batch
 from uefl.engines.serial import SerialEngine
-from uefl.engines.stacked import stacked_engine
+from uefl.engines.stacked import two_part_tasks
 from uefl.engines.stacked.seed_stack import SeedStack
 from uefl.experiment.rounds import iterate_rounds
 
@@ -78,7 +78,7 @@ def test_silos_of_all_seeds_are_clustered_at_once_but_in_bounded_memory(monkeypa
     assert sizes[0] == 8, "the initial codebook"
     # Images of the largest silo, height and width, channels and the owners of two segments, bytes of a number.
     num_bytes = 2 * 28 * 2 * 2 * (8 + 2) * 8
-    monkeypatch.setattr(stacked_engine, "MAX_PREPARED_BYTES", num_bytes + 100)
+    monkeypatch.setattr(two_part_tasks, "MAX_PREPARED_BYTES", num_bytes + 100)
     sizes.clear()
     in_parts = run_stacked(UEFL_METHOD, SEEDS)
     assert sum(sizes[:4]) == 8

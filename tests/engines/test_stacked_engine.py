@@ -9,12 +9,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from harness import LOCAL, SHORT_RUN, make_clients, make_short_method, make_striped_silo, run_rounds
+from harness import LOCAL, SHORT_RUN, SMALL_CODEBOOK, make_clients, make_short_method, make_striped_silo, run_rounds
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from uefl.algorithms import METHODS
-from uefl.algorithms.extensible_codebook import Extend, ExtensibleCodebook
+from uefl.algorithms.extensible_codebook import Extend
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
@@ -31,9 +31,7 @@ def make_encoder() -> nn.Module:
 
 
 make_engine = partial(make_clients, encoder_factory=make_encoder)
-ALWAYS_EXTENDED = ExtensibleCodebook(
-    num_codewords=6, segments=2, warmup_rounds=1, gamma=0.0, min_standard_errors=0, min_examples=1
-)
+ALWAYS_EXTENDED = replace(SMALL_CODEBOOK, uncertainty_test="permutation")
 UEFL_METHOD = UEFL(**SHORT_RUN, codebook=ALWAYS_EXTENDED)
 TASK_AND_GATE = replace(ALWAYS_EXTENDED, codeword_gradient="task", gate="learned")
 CLIPPED_SGD = LocalTraining(optimizer="sgd", lr=0.02, weight_decay=0.01, max_grad_norm=0.5, batch_size=8, epochs=2)

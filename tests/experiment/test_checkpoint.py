@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CODEWORDS, LOCAL, SHORT_RUN, drop_seconds, have_equal_bits, make_clients, run_rounds
+from harness import CODEWORDS, LOCAL, SHORT_RUN, SMALL_CODEBOOK, drop_seconds, have_equal_bits, make_clients, run_rounds
 
-from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.references import LocalOnly
 from uefl.algorithms.scaffold import Scaffold
@@ -19,7 +18,7 @@ from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment.checkpoint import load_checkpoint, load_tensors, save_checkpoint, save_tensors
 from uefl.experiment.files import write_text
 
-EAGER = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, gamma=0.0, min_standard_errors=0)
+EAGER = replace(SMALL_CODEBOOK, min_examples=10, uncertainty_test="permutation")
 
 
 def make_server():

@@ -12,7 +12,7 @@ from harness import TINY_SETTINGS
 
 from uefl.core.errors import ResumableError
 from uefl.experiment.experiment import Experiment
-from uefl.experiment.grouped_runs import group_by_seed, run_seeds
+from uefl.experiment.grouped_runs import group_runs, run_group
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import Event, run
 from uefl.experiment.run_folder import RunFolder
@@ -44,10 +44,10 @@ def test_seeds_end_as_alone_also_after_an_interruption(experiments, tmp_path):
             raise ResumableError("stopped by the test")
 
     with pytest.raises(ResumableError):
-        run_seeds(experiments, tmp_path / "stack", engine="stacked", on_event=stop_in_round_two)
+        run_group(experiments, tmp_path / "stack", engine="stacked", on_event=stop_in_round_two)
     checkpoints = list((tmp_path / "stack").glob("*/checkpoint*"))
     assert checkpoints, "an interrupted run keeps its checkpoint"
-    folders = run_seeds(experiments, tmp_path / "stack", engine="stacked", on_event=ignore)
+    folders = run_group(experiments, tmp_path / "stack", engine="stacked", on_event=ignore)
     for name, folder in folders.items():
         alone = run(experiments[name], tmp_path / "alone", engine="serial")
         assert folder.name == alone.name
@@ -56,7 +56,7 @@ def test_seeds_end_as_alone_also_after_an_interruption(experiments, tmp_path):
         rounds = [json.loads(line)["round"] for line in RunFolder(folder).records_path.read_text().splitlines()]
         assert rounds == list(range(1, experiments[name].method.total_rounds + 1))
     finished: list[str] = []
-    run_seeds(
+    run_group(
         experiments,
         tmp_path / "stack",
         engine="stacked",
@@ -65,9 +65,9 @@ def test_seeds_end_as_alone_also_after_an_interruption(experiments, tmp_path):
     assert sorted(finished) == sorted(experiments)
 
 
-def test_groups_differ_in_their_seed_alone(experiments):
+def test_runs_of_a_group_differ_in_their_seed_alone(experiments):
     (fedavg,) = parse_experiments(["fedavg", *TINY_SETTINGS[:-3], "seed=3"], [], "default").values()
-    groups = group_by_seed({"a": experiments["seed 3"], "b": fedavg, "c": experiments["seed 4"]})
+    groups = group_runs({"a": experiments["seed 3"], "b": fedavg, "c": experiments["seed 4"]})
     assert [list(group) for group in groups] == [["a", "c"], ["b"]]
 
 
@@ -78,8 +78,8 @@ def test_folds_end_in_stacks_as_alone_also_with_other_columns(tmp_path):
         (folds[fold],) = parse_experiments(
             ["fedavg", "heart", f"fold={fold}", *settings, "precision=float64"], [], "default"
         ).values()
-    assert [list(group) for group in group_by_seed(folds)] == [["1/3", "2/3", "3/3"]]
-    folders = run_seeds(folds, tmp_path / "stack", engine="stacked", on_event=ignore)
+    assert [list(group) for group in group_runs(folds)] == [["1/3", "2/3", "3/3"]]
+    folders = run_group(folds, tmp_path / "stack", engine="stacked", on_event=ignore)
     shapes = [RunFolder(folder).read_header()["input_shape"] for folder in folders.values()]
     assert shapes[0] == shapes[2] != shapes[1], "one fold has a column more, and needs a stack of its own"
     assert read_accuracies(folders["1/3"]) != read_accuracies(folders["2/3"])

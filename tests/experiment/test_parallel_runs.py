@@ -20,7 +20,7 @@ from uefl.experiment.run_folder import RunFolder
         (0, 50, "cpu", 16),  # one per core
         (0, 3, "cpu", 3),  # no more than runs
         (0, 50, "cuda:0", 4),  # processes compete for a GPU
-        (14, 50, "cuda", 14),  # as the user says
+        (14, 50, "cuda", 14),  # as the user sets it
     ],
 )
 def test_without_a_number_there_is_one_process_per_core_but_few_on_cuda(

@@ -5,15 +5,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from harness import ALWAYS_UNCERTAIN, LOCAL, SHORT_RUN, make_clients, make_short_method, run_rounds
+from harness import LOCAL, SHORT_RUN, SMALL_CODEBOOK, make_clients, make_short_method, run_rounds
 
 from uefl.algorithms import METHODS
-from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import is_codeword_tensor
 from uefl.experiment.records import append_records, read_records, summarize_records
 
-EAGER = ExtensibleCodebook(num_codewords=6, segments=2, warmup_rounds=1, min_examples=1, **ALWAYS_UNCERTAIN)
 PER_SILO = {
     *(
         "accuracy",
@@ -46,7 +44,7 @@ PER_ROUND = {
 
 @pytest.fixture(scope="module")
 def run():
-    method = UEFL(**SHORT_RUN, codebook=EAGER)
+    method = UEFL(**SHORT_RUN, codebook=SMALL_CODEBOOK)
     server, records = run_rounds(method, make_clients(method))
     return server, records
 
@@ -80,7 +78,7 @@ def test_codewords_and_kmeans_time_are_those_of_the_round(run):
 
 def test_a_record_has_the_metrics_of_its_own_rounds_averaged_model():
     """Evaluating the server of that round again gives the same numbers, dropout draws included."""
-    method = UEFL(**SHORT_RUN, codebook=EAGER)
+    method = UEFL(**SHORT_RUN, codebook=SMALL_CODEBOOK)
     engine = make_clients(method)
     server, records, expected = method.initialize_server(engine), [], []
     while server.round < method.total_rounds:
@@ -189,7 +187,7 @@ def test_records_are_appended_and_an_incomplete_one_is_dropped(tmp_path):
 
 def test_local_metrics_are_those_of_the_model_before_averaging():
     """With several local epochs the local model differs from the averaged one, and so does its entropy."""
-    method = UEFL(**{**SHORT_RUN, "local": replace(LOCAL, epochs=4)}, codebook=EAGER)
+    method = UEFL(**{**SHORT_RUN, "local": replace(LOCAL, epochs=4)}, codebook=SMALL_CODEBOOK)
     engine = make_clients(method)
     server, records = run_rounds(method, engine, 2)
     assert records[0]["silos"]["ada"]["local_entropy"] != records[0]["silos"]["ada"]["entropy"]

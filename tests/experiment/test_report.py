@@ -149,7 +149,8 @@ def test_a_decision_of_an_untrained_model_says_so():
     )
     untrained = settled.replace(
         "; no silo",
-        ", but the model is at chance level, so this says nothing: set more rounds before the first decision; no silo",
+        ", but the model is at chance level, so this has no meaning: set more rounds before the first decision"
+        "; no silo",
     )
     assert untrained in capture(lambda console: show(console, 0.5))
     assert settled in capture(lambda console: show(console, 0.9))
@@ -221,7 +222,7 @@ def test_the_quality_of_uncertainty_has_a_table_of_its_own_that_fits_80_columns(
     assert "┃ ┃ NLL ┃ Brier ┃ ECE ┃ AUGRC ┃" in lines
     assert lines.count("│ uefl, mean over silos │ 0.500 │ 0.200 │ – │ 0.0314 │") == 1
     assert lines.count("│ all silos together │ 0.250 │ 0.125 │ 0.062 │ 0.0156 │") == 3
-    assert "fewer than 500 test examples are too few" in text
+    assert "fewer than 500 test examples, which are too few" in text
     assert "…" not in text
     assert max(len(line) for line in text.splitlines() if line.startswith(("│", "┃"))) <= 80
 

@@ -85,9 +85,9 @@ def test_booleans_have_their_usual_spellings(text, value):
         ("lr=inf", "lr=inf must be greater than 0 and finite"),
         (
             "num_codewords=-1",
-            "num_codewords=-1 must be at least 0 and at most 65536; 0 means by the number of features",
+            "num_codewords=-1 must be at least 0 and at most 65536; 0 means a choice by the number of features",
         ),
-        ("segments=-1", "segments=-1 must be at least 0; 0 means by the encoder's output"),
+        ("segments=-1", "segments=-1 must be at least 0; 0 means a choice by the encoder's output"),
         ("warmup_rounds=14", "warmup_rounds=14 must be less than rounds=14"),
         ("dropout=1", "dropout=1.0 must be at least 0 and less than 1"),
         ("rounds=", "rounds= is not a whole number"),

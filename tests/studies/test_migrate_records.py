@@ -68,11 +68,7 @@ def test_no_old_key_is_left(old):
         assert ".".join(path.split(".")[-2:]) not in old_settings
 
 
-SINCE_0_2 = (
-    "folder-defaults.jsonl",
-    "parity.jsonl",
-    "uncertainty-test.jsonl",
-)  # first written by 0.2: nothing to migrate
+SINCE_0_2 = ("folder-defaults.jsonl", "parity.jsonl", "uncertainty-test.jsonl")  # first written by 0.2
 
 
 @pytest.mark.records

@@ -29,7 +29,7 @@ def test_sums_of_examples_by_themselves_show_their_own_entropies():
         assert example["num_examples"] == 1
         assert torch.equal(example[ENTROPY_COUNTS], count_entropies(example["entropy"][None], 10))
     assert len({float(example["entropy"]) for example in sums}) == 5
-    assert study.count_false_reports(sums * 720, 2) == []
+    assert study.list_false_reports(sums * 720, 2) == []
 
 
 def test_interval_of_clopper_and_pearson():

@@ -20,7 +20,9 @@ METHODS: Registry[type[FedAvg]] = Registry(
         "fedbn": Entry("uefl.algorithms.fedbn:FedBN", "FedAvg with batch norm that stays at the silo"),
         "fedper": Entry("uefl.algorithms.fedper:FedPer", "FedAvg with a classifier that stays at the silo"),
         "fine-tuning": Entry("uefl.algorithms.fine_tuning:FineTuning", "FedAvg, then local training of its model"),
-        "ditto": Entry("uefl.algorithms.ditto:Ditto", "FedAvg, and own weights of each silo near the shared ones"),
+        "ditto": Entry(
+            "uefl.algorithms.ditto:Ditto", "FedAvg, and own weights of each silo that stay near the shared ones"
+        ),
         "ifca": Entry("uefl.algorithms.ifca:IFCA", "Several models; each silo trains the one with the lowest loss"),
         "fedsr": Entry("uefl.algorithms.fedsr:FedSR", "FedAvg on a Gaussian code of bounded norm and a class prior"),
         "fediir": Entry("uefl.algorithms.fediir:FedIIR", "FedAvg with classifier gradients that agree across silos"),

@@ -23,7 +23,7 @@ def evaluate_with_access(
     access: Tensor,
     split: Split = "validation",
 ) -> tuple[ServerState, dict[str, Tensors]]:
-    """Return the metric sums of silos with this ledger; the record counts the cost as for any evaluation."""
+    """Return the metric sums of silos that use the codewords of this access; the record counts the cost."""
     started = time.perf_counter()
     broadcast = method.make_broadcast(clients, server)._replace(access=access, participants=tuple(silo_names))
     replies = list(clients.query(method, "evaluate", broadcast, (split,)))

@@ -28,8 +28,8 @@ class Centroids(NamedTuple):
 def compute_centroids(model: ClientModel, batch: Batch, *, batch_size: int, min_examples: int) -> Tensors:
     """Run K-means on the silo's own features, encoded by the broadcast model in evaluation mode (D20).
 
-    At least `min_examples` examples, or groups where the silo has them, stand behind every centroid (D30). A silo with
-    fewer of them returns no centroid.
+    Every centroid is the mean of features of at least `min_examples` examples, or groups where the silo has them (D30).
+    A silo with fewer of them returns no centroid.
     """
     encoded = [encode_features(model, batch, batch_size=batch_size)]
     return cluster_features(encoded, min_examples=min_examples)[0]
@@ -50,9 +50,9 @@ def encode_features(model: ClientModel, batch: Batch, *, batch_size: int) -> Ten
 def cluster_features(encoded: Sequence[Tensors], *, min_examples: int) -> list[Tensors]:
     """Run K-means on the features of several silos at once and return the centroids of each."""
     answers: dict[int, Tensors] = {}
-    numbers = [int(silo["num_codewords"]) for silo in encoded]
-    for v in sorted(set(numbers)):
-        rows = [i for i, number in enumerate(numbers) if number == v]
+    sizes = [int(silo["num_codewords"]) for silo in encoded]
+    for v in sorted(set(sizes)):
+        rows = [i for i, size in enumerate(sizes) if size == v]
         problems = [
             Problem(points, derive_key(int(encoded[i]["noise_key"]), m, addresses.SILO_CENTROIDS))
             for i in rows
@@ -60,8 +60,8 @@ def cluster_features(encoded: Sequence[Tensors], *, min_examples: int) -> list[T
         ]
         clusters = iter(kmeans_batch(problems, v))
         for i in rows:
-            found = [next(clusters) for _ in encoded[i]["features"]]
-            answers[i] = finish_centroids(encoded[i], found, min_examples)
+            own_clusters = [next(clusters) for _ in encoded[i]["features"]]
+            answers[i] = finish_centroids(encoded[i], own_clusters, min_examples)
     return [answers[i] for i in range(len(encoded))]
 
 
@@ -72,12 +72,12 @@ def finish_centroids(encoded: Tensors, clusters: Sequence[Clusters], min_example
         return {"centroids": features[:, :0], "counts": features.new_zeros(len(features), 0, dtype=torch.float64)}
     if min_examples > 1:
         merge = partial(merge_small_clusters, owners=owners, min_owners=min_examples)
-        merged = [merge(points, found) for points, found in zip(features, clusters)]
-        v = min(len(found.centroids) for found in merged)
+        merged = [merge(points, own_clusters) for points, own_clusters in zip(features, clusters)]
+        v = min(len(own_clusters.centroids) for own_clusters in merged)
         # Members of an ensemble have equally many codewords: those with more clusters merge further.
         clusters = [
-            done if len(done.centroids) == v else merge(points, found, max_clusters=v)
-            for points, found, done in zip(features, clusters, merged)
+            after if len(after.centroids) == v else merge(points, before, max_clusters=v)
+            for points, before, after in zip(features, clusters, merged)
         ]
     v = min(len(c.centroids) for c in clusters)
     return {
@@ -93,10 +93,10 @@ def _find_owners(batch: Batch, num_features: int) -> Tensor:
     return groups.repeat_interleave(num_features // len(batch.x))
 
 
-def find_centroid_error(answer: Tensors, blank_answer: Tensors, num_examples: int, *, num_blank: int = 1) -> str:
+def find_centroid_error(answer: Tensors, blank_answer: Tensors, num_examples: int, *, num_blank_images: int = 1) -> str:
     """Return why centroids cannot be those of a silo with this number of examples, or an empty string.
 
-    Every image has as many features as each of the `num_blank` blank images, so the sum of counts is bounded.
+    Every image has as many features as each of the `num_blank_images` blank images, so the sum of counts is bounded.
     """
     if set(answer) != set(blank_answer):
         return "an answer with centroids has other tensors than centroids and counts"
@@ -104,7 +104,7 @@ def find_centroid_error(answer: Tensors, blank_answer: Tensors, num_examples: in
         expected = blank_answer[name]
         if tensor.dtype != expected.dtype or tensor.dim() != expected.dim() or len(tensor) != len(expected):
             return f"{name} has type {tensor.dtype} and shape {tuple(tensor.shape)}, unlike those of a blank image"
-    counts, max_sum = answer["counts"], num_examples * float(blank_answer["counts"].sum(1).max()) / num_blank
+    counts, max_sum = answer["counts"], num_examples * float(blank_answer["counts"].sum(1).max()) / num_blank_images
     if answer["centroids"].numel() and float(answer["centroids"].abs().max()) > MAX_FEATURE:
         return f"a centroid has a value above {MAX_FEATURE:g}"
     if not bool((counts >= 0).all()):

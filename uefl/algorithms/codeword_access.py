@@ -10,7 +10,7 @@ from torch import Tensor
 from uefl.core.federation import ServerState, is_codeword_tensor
 
 INITIAL_SIZE = "num_initial_codewords"  # key in method_state
-EXTENSION_SIZE = "num_codewords_by_rule"  # likewise
+EXTENSION_SIZE = "num_codewords_by_rule"  # key in method_state
 
 
 def add_codewords(server: ServerState, silo_names: Sequence[str], codewords: Tensor) -> ServerState:

@@ -37,7 +37,7 @@ def revoke_useless_codewords(method: FedAvg, clients: Clients, server: ServerSta
     server, present = evaluate_with_access(method, clients, server, silo_names, server.access)
     server, without = evaluate_with_access(method, clients, server, silo_names, without_access)
     validated = [name for name in silo_names if name in present and name in without]
-    useless = [name for name in validated if _nll(without[name]) < _nll(present[name])]
+    useless = [name for name in validated if _compute_nll(without[name]) < _compute_nll(present[name])]
     rows = [server.silo_names.index(name) for name in useless]
     access = server.access.clone()
     access[rows] = without_access[rows]
@@ -45,5 +45,5 @@ def revoke_useless_codewords(method: FedAvg, clients: Clients, server: ServerSta
     return mark_unvalidated(server, before=server)  # none is left to be validated
 
 
-def _nll(sums: Tensors) -> float:
+def _compute_nll(sums: Tensors) -> float:
     return compute_metric("nll", sums)

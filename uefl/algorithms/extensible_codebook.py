@@ -60,16 +60,17 @@ class ExtensibleCodebook(CodebookHooks):
 
     num_codewords: int = setting(
         256,
-        "Codewords v of the initial codebook and of every extension; 0: by the number of features (D33).",
+        "Codewords v of the initial codebook and of every extension; 0 chooses v by the number of features (D33).",
         at_least=0,
         at_most=65536,
-        zero="by the number of features",
+        zero="a choice by the number of features",
     )
     segments: int = setting(
         4,
-        "Segments s into which a feature is split; all use the same codewords; 0: by the encoder's output (D33).",
+        "Segments s into which a feature is split; all use the same codewords; 0 chooses s by the encoder's output "
+        "(D33).",
         at_least=0,
-        zero="by the encoder's output",
+        zero="a choice by the encoder's output",
     )
     codebook_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "Initial codewords: centroids of features after the warm-up, or Gaussian noise (D12)."
@@ -88,19 +89,22 @@ class ExtensibleCodebook(CodebookHooks):
         "Share g of the codeword in the classifier's input, beside 1 − g of the feature: none (g = 1), fixed, or "
         "learned per channel (D29).",
     )
-    gate_value: float = setting(0.75, "Share g of a fixed gate, or the start of a learned one.", above=0, at_most=1)
+    gate_value: float = setting(
+        0.75, "Share g of a fixed gate, or the initial share of a learned one.", above=0, at_most=1
+    )
     extend: Extend = setting(
         "uncertain",
-        "Silos that get new codewords: none (a static codebook), those above the threshold (as in the paper), all, as "
-        "many at random, or those above the threshold, revoked where validation NLL is lower without them (D31).",
+        "Silos that get new codewords: none; uncertain: those above the threshold, as in the paper; all; random: as "
+        "many, drawn by the seed; validated: as uncertain, but codewords are revoked where the negative log-likelihood "
+        "of validation examples is lower without them (D31).",
     )
     new_codeword_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "New codewords: centroids of the silo's features, or Gaussian noise (Table 15)."
     )
     min_examples: int = setting(
         10,
-        "Examples, or groups such as patients, behind every K-means centroid that leaves a silo; centroids with fewer "
-        "are merged (D30).",
+        "Minimum number of examples, or of groups such as patients, behind every K-means centroid that leaves a silo; "
+        "centroids with fewer are merged (D30).",
         at_least=1,
     )
     gamma: float = setting(
@@ -115,8 +119,8 @@ class ExtensibleCodebook(CodebookHooks):
     )
     uncertainty_test: UncertaintyTest = setting(
         "permutation",
-        "Test for reporting a silo as uncertain, beside γ: none, min_standard_errors, or a permutation test (D32). It "
-        "does not decide which silos get codewords.",
+        "Test that a silo must pass, beside γ, to be reported as uncertain: none, standard_errors (by "
+        "min_standard_errors), or permutation. It does not decide which silos get codewords (D32).",
     )
     uncertainty_level: float = setting(
         0.05, "Level of the permutation test, for all silos and decisions of a run together.", above=0, below=1
@@ -161,10 +165,13 @@ class ExtensibleCodebook(CodebookHooks):
                 )
 
     def choose_size(self, net: nn.Module, num_examples: Collection[int]) -> CodebookSize:
-        first: Any = next(iter(net.members)) if hasattr(net, "members") else net  # type: ignore[arg-type]
-        num_tokens = first.in_features // first.num_features
+        member: Any = next(iter(net.members)) if hasattr(net, "members") else net  # type: ignore[arg-type]
         return choose_codebook_size(
-            *(num_tokens, first.num_features, num_examples), num_codewords=self.num_codewords, segments=self.segments
+            member.in_features // member.num_features,
+            member.num_features,
+            num_examples,
+            num_codewords=self.num_codewords,
+            segments=self.segments,
         )
 
     def adapt_network(self, net: nn.Module) -> nn.Module:
@@ -195,10 +202,11 @@ class ExtensibleCodebook(CodebookHooks):
         """Draw Gaussian codewords, or start without codewords until the warm-up is over."""
         names = [n for n in server.model_state if is_codeword_tensor(n)]
         like = torch.stack([server.model_state[n] for n in names])  # [M, v, D]
-        like = like.new_empty(len(like), self.choose_size(clients.net, clients.num_examples.values())[0], like.shape[2])
+        v = self.choose_size(clients.net, clients.num_examples.values()).num_codewords
+        like = like.new_empty(len(like), v, like.shape[2])
         server = server.replace(model_state={**server.model_state, **{n: server.model_state[n][:0] for n in names}})
         if not self.num_codewords:  # numbers of examples may change during a run over a network
-            server = store_extension_size(server, like.shape[1])
+            server = store_extension_size(server, v)
         if self.codebook_init == "kmeans" and self.warmup_rounds:
             return server
         if self.codebook_init == "kmeans":
@@ -218,7 +226,7 @@ class ExtensibleCodebook(CodebookHooks):
     def fit_initial_codebook(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
         """Fit initial codewords by federated K-means: silos send centroids, the server merges them (D12)."""
         started = time.perf_counter()
-        v = self.num_codewords or get_extension_size(server)
+        v = self.get_num_codewords(server)
         server, centroids = self.query_centroids(method, clients, server, server.silo_names, v)
         for silo_names in self.group_silos(clients, server.silo_names):
             pieces = [centroids[s] for s in silo_names if s in centroids]
@@ -236,8 +244,8 @@ class ExtensibleCodebook(CodebookHooks):
         ends_iteration = server.round == method.rounds + server.iteration * method.extra_rounds
         if ends_iteration and self.extend == "validated":
             server = revoke_useless_codewords(method, clients, server)
-        decides = ends_iteration and server.round < method.total_rounds and self.extend != "none"
-        if not ends_warmup and (not decides or server.is_codebook_final):
+        has_decision = ends_iteration and server.round < method.total_rounds and self.extend != "none"
+        if not ends_warmup and (not has_decision or server.is_codebook_final):
             return server
         # Evaluate uncertainty for each client with the integrated model                               (Algorithm 1)
         server, evaluations = method.evaluate_clients(clients, server)
@@ -269,46 +277,47 @@ class ExtensibleCodebook(CodebookHooks):
         return uncertain_silos
 
     def compute_threshold(self, metrics: Mapping[str, Metrics]) -> float | None:
-        """Return (1 + γ) times the reference entropy, or None without any entropy."""
-        entropies = [m["entropy"] for m in metrics.values() if math.isfinite(m["entropy"])]
-        if not entropies:
-            return None
-        reference = min(entropies) if self.threshold_reference == "min" else sum(entropies) / len(entropies)
-        threshold = (1 + self.gamma) * reference
+        """Return (1 + γ) times the reference entropy, or None if there is no finite value."""
+        metrics = select_finite_entropies(metrics)
+        threshold = (1 + self.gamma) * self.compute_reference(metrics)[0] if metrics else math.inf
         return threshold if math.isfinite(threshold) else None
+
+    def compute_reference(self, metrics: Mapping[str, Metrics]) -> tuple[float, float]:
+        """Return the reference entropy over silos and its squared standard error (D4)."""
+        entropies = [m["entropy"] for m in metrics.values()]
+        squared_errors = [compute_squared_error(m) for m in metrics.values()]
+        if self.threshold_reference == "mean":
+            return sum(entropies) / len(entropies), sum(squared_errors) / len(entropies) ** 2
+        least = entropies.index(min(entropies))
+        return entropies[least], squared_errors[least]
 
     def find_uncertain_silos(
         self, metrics: Mapping[str, Metrics], min_standard_errors: float | None = None
     ) -> tuple[str, ...]:
         """Return silos whose entropy e_k exceeds the threshold of Eq. 7, and by more than noise (D4, D22)."""
         min_standard_errors = self.min_standard_errors if min_standard_errors is None else min_standard_errors
-        # A missing e_k is neither the minimum nor uncertain.
-        metrics = {name: m for name, m in metrics.items() if math.isfinite(m["entropy"])}
-        if not metrics:
+        metrics, threshold = select_finite_entropies(metrics), self.compute_threshold(metrics)
+        if threshold is None:
             return ()
-        entropy = {name: m["entropy"] for name, m in metrics.items()}
-        squared_errors = {n: m["entropy_variance"] / max(m["num_examples"], 1) for n, m in metrics.items()}
-        least = min(entropy, key=lambda name: entropy[name])
-        reference, reference_error = entropy[least], squared_errors[least]
-        if self.threshold_reference == "mean":
-            reference = sum(entropy.values()) / len(entropy)
-            reference_error = sum(squared_errors.values()) / len(entropy) ** 2
+        reference, squared_error = self.compute_reference(metrics)
 
         def is_uncertain(name: str) -> bool:
-            error = math.sqrt(squared_errors[name] + reference_error)
-            exceeds_noise = entropy[name] - reference > min_standard_errors * error
-            return entropy[name] > (1 + self.gamma) * reference and exceeds_noise
+            entropy = metrics[name]["entropy"]
+            error = math.sqrt(compute_squared_error(metrics[name]) + squared_error)
+            exceeds_noise = entropy - reference > min_standard_errors * error
+            return entropy > threshold and exceeds_noise
 
-        return tuple(sorted(filter(is_uncertain, entropy)))
+        return tuple(sorted(filter(is_uncertain, metrics)))
 
     def extend_codebook(
         self, method: FedAvg, clients: Clients, server: ServerState, silo_names: tuple[str, ...]
     ) -> ServerState:
         """Add codewords for these silos; all present codewords stay as they are."""
         started = time.perf_counter()
-        access_rows = server.access[[server.silo_names.index(name) for name in silo_names]]
-        v = self.num_codewords or get_extension_size(server)
-        v = v if self.extension_growth == "constant" else int(access_rows.sum(1).max())
+        v = self.get_num_codewords(server)
+        if self.extension_growth == "double":
+            access_rows = server.access[[server.silo_names.index(name) for name in silo_names]]
+            v = int(access_rows.sum(1).max())
         server, centroids = self.query_centroids(method, clients, server, silo_names, v)
         groups = self.group_receivers(centroids)
         if self.new_codeword_init == "gaussian":
@@ -321,6 +330,10 @@ class ExtensibleCodebook(CodebookHooks):
             codewords = merge_centroids(pieces, v, clients.seed) if is_merged else pieces[0].centroids
             server = add_codewords(server, group, codewords)
         return record_kmeans_time(server, time.perf_counter() - started)
+
+    def get_num_codewords(self, server: ServerState) -> int:
+        """Return the number v of codewords of the initial codebook and of every extension."""
+        return self.num_codewords or get_extension_size(server)
 
     def group_receivers(self, centroids: Mapping[str, Centroids]) -> list[tuple[str, ...]]:
         """Return the groups of silos that share new codewords (D7)."""
@@ -363,11 +376,21 @@ class ExtensibleCodebook(CodebookHooks):
         task = ClientTask(
             partial(compute_centroids, batch_size=batch_size, min_examples=self.min_examples),
             needs_full_split=True,
-            find_error=partial(find_centroid_error, num_blank=self.min_examples),
-            num_blank=self.min_examples,
+            find_error=partial(find_centroid_error, num_blank_images=self.min_examples),
+            num_blank_images=self.min_examples,
             parts=TaskParts(
                 partial(encode_features, batch_size=batch_size),
                 partial(cluster_features, min_examples=self.min_examples),
             ),
         )
         return {"compute_centroids": task}
+
+
+def select_finite_entropies(metrics: Mapping[str, Metrics]) -> dict[str, Metrics]:
+    """Return the silos with an entropy e_k: a missing one is neither the minimum nor uncertain."""
+    return {name: m for name, m in metrics.items() if math.isfinite(m["entropy"])}
+
+
+def compute_squared_error(metrics: Metrics) -> float:
+    """Return the squared standard error of a silo's mean entropy e_k."""
+    return metrics["entropy_variance"] / max(metrics["num_examples"], 1)

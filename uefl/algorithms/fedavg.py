@@ -158,13 +158,15 @@ class FedAvg:
         started = time.perf_counter()
         participants = self.select_participants(clients, server)
         all_participate = participants == server.silo_names
-        evaluate = server.round % self.evaluate_every == 0
-        if server.open_record and not evaluate:
+        is_evaluated = server.round % self.evaluate_every == 0
+        if server.open_record and not is_evaluated:
             server = self.complete_open_record(server, {})
         elif server.open_record and not all_participate:  # else the participants' replies bring the evaluations
             server = self.complete_open_record(*self.evaluate_clients(clients, server))
         broadcast = self.make_broadcast(clients, server)._replace(round=server.round + 1, participants=participants)
-        model_state, replies = self.average_replies(clients, server, broadcast, evaluate=evaluate and all_participate)
+        model_state, replies = self.average_replies(
+            clients, server, broadcast, evaluate=is_evaluated and all_participate
+        )
         server = self.complete_open_record(server, {r.silo_name: r.evaluations for r in replies})
         warning = find_non_finite(model_state)  # finite replies may overflow in the average
         server = server.replace(model_state=server.model_state if warning else model_state, round=broadcast.round)

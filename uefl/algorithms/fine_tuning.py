@@ -18,7 +18,7 @@ LR_MULTIPLIER = 0.1  # of the first round's learning rate, since a schedule may 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuning(FedAvg):
-    """FedAvg whose final model every silo trains further on its own data; nothing is sent, and rounds stay equal.
+    """FedAvg, after whose last round every silo trains the final model on its own data and sends nothing.
 
     The last record and predictions are those of the fine-tuned models. Codewords stay as the server sent them. A silo
     without training data uses the model of the last round.

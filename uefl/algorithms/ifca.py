@@ -5,6 +5,7 @@ Ghosh et al., An efficient framework for clustered federated learning (NeurIPS 2
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,11 +103,11 @@ class IFCA(FedAvg):
         for i in range(self.num_models):
             model = broadcast._replace(model_state=get_model(server, i), participants=tuple(silo_names))
             for reply in clients.query(self, LOSS_TASK, model, ("train",)):
-                loss = float("inf") if reply.rejected else mean_loss(reply.answers["train"])
+                loss = float("inf") if reply.rejected else compute_mean_loss(reply.answers["train"])
                 losses.setdefault(reply.silo_name, []).append(loss)
                 replies.append(reply)
-        chosen = {name: values.index(min(values)) for name, values in losses.items() if min(values) < float("inf")}
-        assignment = torch.tensor([chosen.get(n, i) for n, i in self.get_assignment(server).items()])
+        choices = {name: values.index(min(values)) for name, values in losses.items() if min(values) < float("inf")}
+        assignment = torch.tensor([choices.get(n, i) for n, i in self.get_assignment(server).items()])
         return server.replace(method_state={**server.method_state, ASSIGNMENT: assignment}), replies
 
     def run_round(self, clients: Clients, server: ServerState) -> ServerState:
@@ -170,10 +171,10 @@ def get_model(server: ServerState, index: int) -> Tensors:
     return {n: server.method_state[f"{MODEL_PREFIX}{index}.{n}"] for n in server.model_state}
 
 
-def mean_loss(sums: Tensors) -> float:
+def compute_mean_loss(sums: Tensors) -> float:
     """Return the mean loss; a loss that is not finite is never the lowest."""
     loss = float(sums["loss"] / sums["num_examples"])
-    return loss if loss == loss else float("inf")
+    return float("inf") if math.isnan(loss) else loss
 
 
 def shuffle_values(tensor: torch.Tensor, noise_key: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Which silos are reported as more uncertain than the others, whatever decides who gets codewords.
+"""Report the silos that are more uncertain than the others, independent of which silos get codewords.
 
-The permutation test compares silos with the shared codewords alone, so that codewords of its own do not hide a silo
-whose data the shared model does not know. The threshold γ remains as the least difference that counts.
+The permutation test compares silos with the shared codewords alone: with codewords of its own, a silo whose data differ
+would have a low entropy. A reported silo must exceed the threshold γ too.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def report_by_permutation(
     num_permutations = max(NUM_PERMUTATIONS, math.ceil(_PERMUTATIONS_PER_LEVEL / level) - 1)
     histograms = {n: validation[n][ENTROPY_COUNTS] for n, m in metrics.items() if math.isfinite(m["entropy"])}
     comparisons = compare_entropies(histograms, noise_key, num_permutations)
-    above = codebook.find_uncertain_silos(metrics, min_standard_errors=0.0)
-    uncertain = tuple(name for name in above if name in comparisons and comparisons[name].p_value <= level)
+    above_threshold = codebook.find_uncertain_silos(metrics, min_standard_errors=0.0)
+    uncertain = tuple(name for name in above_threshold if name in comparisons and comparisons[name].p_value <= level)
     entries = {"level": codebook.uncertainty_level, "level_per_decision": level}
     return _make_report(codebook, metrics, uncertain, entries, {n: c._asdict() for n, c in comparisons.items()})
 

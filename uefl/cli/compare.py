@@ -30,7 +30,7 @@ def compare(
     out: OutputOption = Path("runs"),
     device: DeviceOption = "cpu",
     threads: ThreadsOption = 1,
-    workers: Annotated[int, typer.Option(help="Number of parallel runs; 0 means one per core, on CUDA at most 4.")] = 0,
+    workers: Annotated[int, typer.Option(help="Number of parallel runs; 0 means one per core, fewer on CUDA.")] = 0,
     engine: EngineOption = "auto",
     preset: PresetOption = "default",
     seeds: Annotated[

@@ -1,4 +1,4 @@
-"""The rule for the size of a codebook where the settings leave it open (D31)."""
+"""The rule for the size of a codebook where the settings leave it open (D33)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def choose_codebook_size(
 ) -> CodebookSize:
     """Return the size of a codebook; a number that is not 0 stays.
 
-    Segments: 1 where the encoder returns several tokens per example (a map), since a codeword for a whole token tells
-    domains apart. 4 for one token per example (a vector, a row of a table), whose segments are the only features; 1 if
+    Segments: 1 where the encoder returns several tokens per example (a map), since codewords of whole tokens separate
+    domains. 4 for one token per example (a vector, a row of a table), whose segments are the only features; 1 if
     4 does not divide the channels. Codewords: the power of two nearest, by ratio, to a fortieth of the features (tokens
     times segments) that the median silo has for training, between 16 and 1024.
     """

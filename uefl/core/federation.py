@@ -172,7 +172,7 @@ class ClientTask(NamedTuple):
 
     compute: Callable[[ClientModel, Batch], Tensors]
     needs_full_split: bool = False  # K-means must receive all examples of a split at once
-    num_blank: int = 1  # blank images whose answer shows the form of others; K-means of few images has no answer
+    num_blank_images: int = 1  # blank images whose answer shows the form of others; K-means of few images has no answer
     # What is wrong with an answer of another machine, beside the answer for blank images, and the silo's examples.
     find_error: Callable[[Tensors, Tensors, int], str] = lambda _answer, _blank_answer, _num_examples: ""
     parts: TaskParts | None = None  # of a task that needs a full split: the same computation in two parts

@@ -59,7 +59,7 @@ def kmeans(
 def kmeans_batch(problems: Sequence[Problem], k: int, *, max_iterations: int = 20) -> list[Clusters]:
     """Cluster the points of several problems, as many at once as memory allows; each is solved as if alone."""
     results: dict[int, Clusters] = {}
-    for batch in _split_problems([problem.points for problem in problems], _minimum_sample(k)):
+    for batch in _split_problems([problem.points for problem in problems], _get_min_sample_size(k)):
         with full_precision_matmul(problems[0].points.device.type):
             results |= zip(batch, _fit_clusters([problems[i] for i in batch], k, max_iterations))
     return [results[i] for i in range(len(problems))]
@@ -84,7 +84,7 @@ def _split_problems(points: Sequence[Tensor], min_size: int) -> list[list[int]]:
     num_samples = [len(_list_sample_sizes(len(p), min_size)) for p in points]
     for i in sorted(range(len(points)), key=lambda i: -len(points[i])):
         first = batches[-1][0] if batches else i  # the largest of its batch
-        fits = (len(batches[-1]) + 1) * points[first].numel() <= _max_distances(points[i]) if batches else False
+        fits = (len(batches[-1]) + 1) * points[first].numel() <= _get_max_distances(points[i]) if batches else False
         if fits and num_samples[i] == num_samples[first]:
             batches[-1].append(i)
         else:
@@ -92,16 +92,16 @@ def _split_problems(points: Sequence[Tensor], min_size: int) -> list[list[int]]:
     return batches
 
 
-def _max_distances(points: Tensor) -> int:
+def _get_max_distances(points: Tensor) -> int:
     return MAX_DISTANCES * (CUDA_FACTOR if points.is_cuda else 1)
 
 
-def _minimum_sample(k: int) -> int:
+def _get_min_sample_size(k: int) -> int:
     return max(MIN_SAMPLE_SIZE, MIN_SAMPLE_PER_CLUSTER * k)
 
 
 def _fit_clusters(problems: Sequence[Problem], k: int, iterations: int) -> list[Clusters]:
-    samples = [_draw_nested_samples(problem, _minimum_sample(k)) for problem in problems]
+    samples = [_draw_nested_samples(problem, _get_min_sample_size(k)) for problem in problems]
     stages = [_pad_points(stage) for stage in zip(*samples)]
     centroids, is_used = _seed_centroids(stages[0], k, [problem.noise_key for problem in problems])
     for stage in stages:
@@ -188,7 +188,7 @@ def _assign_batch(
 
 def _rows_per_block(centroids: Tensor) -> int:
     """Return how many points of each problem are compared with all centroids at once."""
-    return max(1, _max_distances(centroids) // (len(centroids) * centroids.shape[1]))
+    return max(1, _get_max_distances(centroids) // (len(centroids) * centroids.shape[1]))
 
 
 def _seed_centroids(stage: PaddedPoints, k: int, noise_keys: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -235,8 +235,8 @@ def _squared_distances(transposed: Tensor, norms: Tensor, indices: Tensor) -> Te
     """Return squared distances [S, t, n] to points of given indices [S, t]; exactly zero to equal ones."""
     # Rounding gives a point a tiny distance to itself; subtracting that much makes it zero.
     norms = norms * (1 - 4 * torch.finfo(norms.dtype).eps)
-    chosen = transposed.gather(2, indices[:, None].expand(-1, transposed.shape[1], -1))
-    distance = _multiply(chosen.transpose(1, 2), transposed).mul_(-2)
+    candidates = transposed.gather(2, indices[:, None].expand(-1, transposed.shape[1], -1))
+    distance = _multiply(candidates.transpose(1, 2), transposed).mul_(-2)
     return distance.add_(norms[:, None]).add_(norms.gather(1, indices)[:, :, None]).clamp_min_(0)
 
 

@@ -32,6 +32,7 @@ CODEWORD_COUNTS = "codeword_counts"  # sum: features by codeword
 SPECIFICITY = "specificity"
 DEFAULT_SPECIFICITY = 0.9
 MIN_CALIBRATION_EXAMPLES = 500  # with fewer, the expected calibration error is mostly noise
+SCALED_METRICS = ("temperature", "nll_scaled")  # of silos that have validation examples
 RISK_COVERAGES = (10, 20, 30, 40, 50, 60, 70, 80, 90, 100)  # per cent; the points of the risk-coverage curve
 
 
@@ -67,8 +68,8 @@ class Metric:
     column: str = ""  # heading of a table's column
     digits: int = 3  # decimals in tables
     better: Literal["higher", "lower", ""] = ""
-    note: str = ""  # on its direction, where none is better by itself
-    is_quality: bool = False  # of uncertainty: in a table of its own, and for the examples of all silos together
+    note: str = ""  # in place of the direction, where neither is better by itself
+    is_quality: bool = False  # measures the quality of uncertainty: has a table of its own, also for all silos together
     min_examples: int = 0  # defined only for at least this many examples
     requires_codebook: bool = False  # shown only for methods with a codebook
     in_summary: bool = True
@@ -290,7 +291,10 @@ def compute_pooled_metrics(silos: Sequence[Sums], specificity: float = DEFAULT_S
 
 
 def find_histogram_error(answer: Sums) -> str:
-    """Return which histogram of an answer does not count every example once; a server loops over such counts."""
+    """Return which histogram of an answer does not count every example once, or an empty string.
+
+    The server repeats values by these counts, so wrong ones could exhaust its memory.
+    """
     for name in (ENTROPY_COUNTS, OUTCOME_COUNTS, SCORE_COUNTS):
         if name in answer and (bool((answer[name] < 0).any()) or answer[name].sum() != answer["num_examples"]):
             return f"{name} does not add up to {float(answer['num_examples']):g} examples"
@@ -311,7 +315,7 @@ def compute_scaled_nll(validation: Sums, test: Sums) -> Metrics:
         return {}
     sums = validation[NLL_BY_TEMPERATURE], test[NLL_BY_TEMPERATURE]
     temperature, value = scale_nll(*sums, float(test["num_examples"]))
-    return {"temperature": temperature, "nll_scaled": value}
+    return dict(zip(SCALED_METRICS, (temperature, value)))
 
 
 def find_worst(rows: Mapping[str, Mapping[str, Any]], metric: Metric) -> str:
@@ -329,12 +333,30 @@ def mean_metric(rows: Iterable[Mapping[str, Any]], name: str) -> float:
 
 def describe_means(*, with_codebook: bool, two_classes: bool = False) -> str:
     """Explain the labels of the means over silos in one line."""
+    return describe_labels(select_table_metrics(with_codebook=with_codebook, two_classes=two_classes))
+
+
+def describe_labels(metrics: Iterable[Metric]) -> str:
+    """Explain the labels of means over silos of these metrics in one line."""
     parts: list[str] = []
-    for metric in select_table_metrics(with_codebook=with_codebook, two_classes=two_classes):
-        direction = metric.note or (f"{metric.better} is better" if metric.better else "")
+    for metric in metrics:
         over = "" if parts else " over silos"
-        parts.append(f"{metric.label}: mean {metric.description}{over}{f' ({direction})' if direction else ''}")
+        parts.append(f"{metric.label}: mean {metric.description}{over}{_describe_direction(metric)}")
     return "; ".join(parts)
+
+
+def describe_quality_columns() -> str:
+    """Explain the columns of the table of the quality of uncertainty in one line."""
+    return "; ".join(f"{m.column}: {m.description}{_describe_direction(m)}" for m in QUALITY_METRICS)
+
+
+def _describe_direction(metric: Metric) -> str:
+    """Return in brackets which direction is better, and how many examples the metric needs."""
+    parts = [metric.note or (f"{metric.better} is better" if metric.better else "")]
+    if metric.min_examples:
+        parts.append(f"– for fewer than {metric.min_examples} test examples, which are too few for it")
+    text = "; ".join(filter(None, parts))
+    return f" ({text})" if text else ""
 
 
 def select_table_metrics(*, with_codebook: bool, two_classes: bool = False) -> list[Metric]:

@@ -1,7 +1,7 @@
 """Risk of the predictions that a threshold of the entropy accepts, from histograms that add up over batches and silos.
 
 A histogram counts examples by correctness and by bin of the predictive entropy. Bins are equal on the logit scale of
-the entropy's share of its maximum log C, so that very certain and very uncertain predictions are told apart too.
+the entropy's share of its maximum log C, so that very certain and very uncertain predictions have bins of their own.
 """
 
 from __future__ import annotations

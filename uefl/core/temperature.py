@@ -10,15 +10,22 @@ import math
 import torch
 from torch import Tensor
 
-NUM_TEMPERATURES, LOWEST, HIGHEST = 33, 0.25, 4.0  # a geometric grid with a ratio of 1.09, and 1 in its middle
-TEMPERATURES = tuple(LOWEST * (HIGHEST / LOWEST) ** (i / (NUM_TEMPERATURES - 1)) for i in range(NUM_TEMPERATURES))
+NUM_TEMPERATURES, MIN_TEMPERATURE, MAX_TEMPERATURE = (
+    33,
+    0.25,
+    4.0,
+)  # a geometric grid with a ratio of 1.09, and 1 in its middle
+TEMPERATURES = tuple(
+    MIN_TEMPERATURE * (MAX_TEMPERATURE / MIN_TEMPERATURE) ** (i / (NUM_TEMPERATURES - 1))
+    for i in range(NUM_TEMPERATURES)
+)
 
 
 def sum_nll_by_temperature(p: Tensor, y: Tensor) -> Tensor:
     """Return the NLL of labels y [B] under probabilities p [B, C], summed over examples, at each temperature."""
     log_p = p.double().clamp_min(torch.finfo(torch.float32).tiny).log()
     steps = torch.arange(NUM_TEMPERATURES, dtype=torch.float64, device=p.device)  # no copy to the device: CUDA graphs
-    temperatures = LOWEST * (HIGHEST / LOWEST) ** (steps / (NUM_TEMPERATURES - 1))
+    temperatures = MIN_TEMPERATURE * (MAX_TEMPERATURE / MIN_TEMPERATURE) ** (steps / (NUM_TEMPERATURES - 1))
     scaled = torch.log_softmax(log_p / temperatures[:, None, None], -1)  # [temperatures, B, C]
     return -scaled.gather(-1, y.expand(len(temperatures), -1)[..., None]).sum((1, 2))
 

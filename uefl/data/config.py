@@ -77,8 +77,8 @@ class DataConfig:
     )
     fold: str = setting(
         "",
-        "Cross-validation with partitioner=natural: 2/5 tests with the second fifth of every silo in the seed's order; "
-        "empty: test_fraction or the split of the source.",
+        "Fold to test with, for cross-validation with partitioner=natural: 2/5 is the second of five parts of every "
+        "silo, in an order drawn by the seed; empty uses test_fraction or the split of the source.",
     )
     test_label_distribution: str = setting(
         "global", "Label distribution of a silo's test images under label skew: global (all silos) or silo (its own)."
@@ -273,7 +273,10 @@ class DataConfig:
 
         train, validation, test = map(load_split, (partition.train, partition.validation, partition.test))
         return Silo(
-            *(partition.silo.name, train, validation, test),
+            partition.silo.name,
+            train,
+            validation,
+            test,
             domain=partition.silo.domain,
             public=public,
             train_groups=None if images.group_ids is None else images.group_ids[partition.train],

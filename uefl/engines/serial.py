@@ -28,16 +28,19 @@ from uefl.core.federation import (
     Split,
     Tensors,
     gather_accessible_rows,
-    is_codeword_tensor,
     is_integer,
     iterate_batch_slices,
     size_in_bytes,
 )
 from uefl.core.noise import NoiseLayer, derive_key, permutation, salt_noise_layers, set_noise_key
 from uefl.engines.optimizer import NamedOptimizer
-
-OPTIMIZER_PREFIX = "optimizer."  # of optimizer state within the client state
-OPTIMIZER_CODEWORDS = OPTIMIZER_PREFIX + "codewords"  # indices of the codewords that the state belongs to
+from uefl.engines.optimizer_state import (
+    OPTIMIZER_CODEWORDS,
+    drop_stale_optimizer_state,
+    list_codeword_indices,
+    pack_optimizer_state,
+    unpack_optimizer_state,
+)
 
 
 class SerialEngine:
@@ -128,7 +131,7 @@ class SerialEngine:
     def _query_one_by_one(
         self, method: Method, task: str, client_task: ClientTask, broadcast: Broadcast, splits: Sequence[Split]
     ) -> Iterator[Reply]:
-        """Run a client task, known by the name `task`, at one participant after another."""
+        """Run a client task, whose name is `task`, at one participant after another."""
         for name in sorted(broadcast.participants):
             started = time.perf_counter()
             self.on_progress(name, task)
@@ -146,7 +149,11 @@ class SerialEngine:
     def _move_to_device(self, silo: Silo) -> Silo:
         move, groups = self._move_examples, silo.train_groups
         return Silo(
-            *(silo.name, move(silo.train), move(silo.validation), move(silo.test), silo.domain),
+            silo.name,
+            move(silo.train),
+            move(silo.validation),
+            move(silo.test),
+            silo.domain,
             train_groups=None if groups is None else groups.to(self.device),
         )
 
@@ -222,7 +229,7 @@ class SerialEngine:
         if not local.reset_optimizer:
             model.client_state |= pack_optimizer_state(all_optimizers)
             access_row = broadcast.access[broadcast.silo_names.index(name)]
-            model.client_state[OPTIMIZER_CODEWORDS] = codeword_indices(access_row)
+            model.client_state[OPTIMIZER_CODEWORDS] = list_codeword_indices(access_row)
         return num_steps
 
     def _run_phase(
@@ -427,43 +434,3 @@ def apply_update(method: Method, model: ClientModel, loss: Tensor, optimizer: Na
     computed = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
     gradients = method.adjust_gradients(model, {n: g for n, g in zip(params, computed) if g is not None})
     optimizer.step(dict(zip(gradients, method.local.clip_gradients(list(gradients.values())))))
-
-
-def pack_optimizer_state(optimizers: Sequence[NamedOptimizer]) -> Tensors:
-    """Return optimizer state as named tensors: `optimizer.<update>.<entry>.<weight>`."""
-    return {
-        f"{OPTIMIZER_PREFIX}{i}.{entry}.{param}": value
-        for i, optimizer in enumerate(optimizers)
-        for param, state in optimizer.state.items()
-        for entry, value in state.items()
-    }
-
-
-def codeword_indices(access_row: Tensor) -> Tensor:
-    """Return the indices of the codewords of an access row."""
-    return access_row.cpu().nonzero()[:, 0]
-
-
-def drop_stale_optimizer_state(client_state: Tensors, access_row: Tensor) -> Tensors:
-    """Return the client state without the optimizer state of codewords, if the silo's codewords have changed."""
-    if OPTIMIZER_CODEWORDS not in client_state or torch.equal(
-        client_state[OPTIMIZER_CODEWORDS].cpu(), codeword_indices(access_row)
-    ):
-        return client_state
-    return {
-        n: t
-        for n, t in client_state.items()
-        if not (n.startswith(OPTIMIZER_PREFIX) and is_codeword_tensor(n.split(".", 3)[-1]))
-    }
-
-
-def unpack_optimizer_state(model: ClientModel, optimizers: Sequence[NamedOptimizer]) -> None:
-    """Restore optimizer state from the client state; a weight whose shape has changed starts without state."""
-    states: dict[tuple[int, str], Tensors] = {}
-    for name, value in model.client_state.items():
-        if name.startswith(OPTIMIZER_PREFIX) and name != OPTIMIZER_CODEWORDS:
-            update, entry, param = name.removeprefix(OPTIMIZER_PREFIX).split(".", 2)
-            states.setdefault((int(update), param), {})[entry] = value
-    for (i, param), state in states.items():
-        if all(value.dim() == 0 or value.shape == model.params[param].shape for value in state.values()):
-            optimizers[i].state[param] = {entry: value.clone() for entry, value in state.items()}

@@ -1,4 +1,4 @@
-"""Run several seeds of one experiment: with the stacked engine in one stack, otherwise one after another."""
+"""Run several seeds or folds of one experiment: with the stacked engine in one stack, otherwise one after another."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from uefl.experiment.run import (
 )
 
 
-def group_by_seed(experiments: Mapping[str, Experiment]) -> list[dict[str, Experiment]]:
+def group_runs(experiments: Mapping[str, Experiment]) -> list[dict[str, Experiment]]:
     """Return groups of experiments that differ in their seed, or in the fold that they test with, alone."""
     groups: list[dict[str, Experiment]] = []
     for name, experiment in experiments.items():
         for group in groups:
-            if _match_parts(next(iter(group.values())), experiment) == experiment:
+            if _copy_seed_and_fold(next(iter(group.values())), experiment) == experiment:
                 group[name] = experiment
                 break
         else:
@@ -35,13 +35,13 @@ def group_by_seed(experiments: Mapping[str, Experiment]) -> list[dict[str, Exper
     return groups
 
 
-def _match_parts(experiment: Experiment, other: Experiment) -> Experiment:
+def _copy_seed_and_fold(experiment: Experiment, other: Experiment) -> Experiment:
     """Return an experiment with the seed and, if both test with a fold, the fold of another one."""
     fold = other.data.fold if experiment.data.fold and other.data.fold else experiment.data.fold
     return replace(experiment, seed=other.seed, data=replace(experiment.data, fold=fold))
 
 
-def run_seeds(
+def run_group(
     experiments: Mapping[str, Experiment],
     root: Path,
     *,
@@ -51,7 +51,7 @@ def run_seeds(
 ) -> dict[str, Path]:
     """Run experiments that differ in seed or fold alone, each in its own folder, and return the folders.
 
-    Each seed is found finished, resumed or started, as if it ran alone; then all run in one stack.
+    Each run is found finished, resumed or started, as if it ran alone; then all run in one stack.
     """
     names = list(experiments)
     has_public = bool(experiments[names[0]].data.public_images)  # a seed draws its own, and a stack has one set

@@ -15,7 +15,7 @@ import torch
 
 from uefl.core.errors import InputError, ResumableError
 from uefl.experiment.experiment import Experiment
-from uefl.experiment.grouped_runs import group_by_seed, run_seeds
+from uefl.experiment.grouped_runs import group_runs, run_group
 from uefl.experiment.run import Event
 
 MAX_CUDA_WORKERS = 4  # more processes compete for one GPU: each has its own context, and kernels take turns
@@ -42,7 +42,7 @@ def run_in_parallel(
     context = mp.get_context("spawn")  # a forked process would inherit locks of threads that do not exist in it
     events: Any = context.Queue()
     on_cuda = device.startswith("cuda")
-    groups = group_by_seed(experiments) if on_cuda else [{n: e} for n, e in experiments.items()]
+    groups = group_runs(experiments) if on_cuda else [{n: e} for n, e in experiments.items()]
     waiting, running = [(next(iter(group)), group) for group in groups], dict[str, Any]()
     folders: dict[str, Path] = {}
     try:
@@ -98,7 +98,7 @@ def _run_worker(
         events.put((name, event))
 
     try:
-        folders = run_seeds(group, root, device=device, engine=engine, on_event=send_event)
+        folders = run_group(group, root, device=device, engine=engine, on_event=send_event)
         events.put((first_name, {"kind": "done", "folders": folders}))
     except (InputError, ResumableError) as e:
         events.put((first_name, _make_failure(str(e), type(e))))

@@ -10,13 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from uefl.core.errors import InputError
-from uefl.core.metrics import METRICS, QUALITY_METRICS, TABLE_METRICS, TWO_CLASS_METRICS, find_worst, mean_metric
+from uefl.core.metrics import (
+    METRICS,
+    QUALITY_METRICS,
+    SCALED_METRICS,
+    TABLE_METRICS,
+    TWO_CLASS_METRICS,
+    find_worst,
+    mean_metric,
+)
 
 Record = dict[str, Any]
 NUM_LAST_ROUNDS = 5
 DEFAULT_AGGREGATION = f"mean of last {NUM_LAST_ROUNDS}"  # what tables show
 AGGREGATIONS = ("last", DEFAULT_AGGREGATION, "best by validation")
-SCALED_METRICS = ("temperature", "nll_scaled")  # of silos that have validation examples
 OPTIONAL_METRICS = {*(metric.name for metric in METRICS if metric.num_classes or metric.min_examples), *SCALED_METRICS}
 REPORTED_METRICS = (
     *(metric.name for metric in METRICS if metric.in_summary),

@@ -11,10 +11,10 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from uefl.core.metrics import (
-    MIN_CALIBRATION_EXAMPLES,
     QUALITY_METRICS,
     TWO_CLASS_METRICS,
     describe_means,
+    describe_quality_columns,
     find_worst,
     select_table_metrics,
 )
@@ -23,11 +23,6 @@ from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds
 from uefl.experiment.run_folder import RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
-QUALITY_NOTE = (
-    "NLL: negative log-likelihood; ECE: expected calibration error (–: fewer than "
-    f"{MIN_CALIBRATION_EXAMPLES} test examples are too few for it); AUGRC: area under the generalized risk-coverage "
-    "curve; lower is better"
-)
 INTERVAL_NOTE = (
     "Intervals: AUROC by DeLong's variance and AUPRC by Boyd et al. on the logit scale, sensitivity by Wilson for the "
     "chosen threshold; means of their ends over the rounds of the table"
@@ -58,7 +53,7 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     console.print(means, soft_wrap=True)
     if any(_has_quality(summary) for summary in summaries):
         console.print(make_quality_table(runs))
-        console.print(QUALITY_NOTE, soft_wrap=True)
+        console.print(describe_quality_columns(), soft_wrap=True)
     if two_classes:
         for group in group_runs_by_width(runs, console, make_interval_table):
             console.print(make_interval_table(group))
@@ -284,14 +279,16 @@ def _list_replies(record: Record) -> list[Record]:
 
 def describe_decision(step: Mapping[str, Any], *, is_untrained: bool = False) -> str:
     """Describe the decision at the end of an iteration: which silos are uncertain, and which received codewords."""
-    found = f"after round {step['round']}, {_describe_uncertain_silos(step)}"
+    result = f"after round {step['round']}, {_describe_uncertain_silos(step)}"
     if is_untrained and not step["uncertain_silos"]:
-        found += ", but the model is at chance level, so this says nothing: set more rounds before the first decision"
-    return f"{found}; {_describe_receivers(step)}"
+        result += (
+            ", but the model is at chance level, so this has no meaning: set more rounds before the first decision"
+        )
+    return f"{result}; {_describe_receivers(step)}"
 
 
 def _describe_uncertain_silos(step: Mapping[str, Any]) -> str:
-    """Describe what the test of uncertainty found."""
+    """Describe which silos are uncertain, and by which test."""
     decision, names = step.get("decision", {}), step["uncertain_silos"]
     test = decision.get("test", "")
     tests = {
@@ -299,20 +296,20 @@ def _describe_uncertain_silos(step: Mapping[str, Any]) -> str:
         "standard_errors": f"by {decision.get('min_standard_errors', 0):g} standard errors",
         "none": "threshold without a test",
     }
-    how = f" ({tests[test]})" if test in tests else ""
+    test_text = f" ({tests[test]})" if test in tests else ""
     if not names:
         chance = " beyond chance" if test == "permutation" else ""
-        return f"no silo is more uncertain than the others{chance}{how}"
+        return f"no silo is more uncertain than the others{chance}{test_text}"
     silos = decision.get("silos", {})
     of_all = f" of {len(silos)}" if silos else ""
     verb = "silo is" if len(names) == 1 and not of_all else "silos is" if len(names) == 1 else "silos are"
     values = {n: f" (entropy {silos[n]['entropy']:.2f}, threshold {decision['threshold']:.2f})" for n in names if silos}
     listed = ", ".join(f"{name}{values.get(name, '')}" for name in names)
-    return f"{len(names)}{of_all} {verb} more uncertain than the others{how}: {listed}"
+    return f"{len(names)}{of_all} {verb} more uncertain than the others{test_text}: {listed}"
 
 
 def _describe_receivers(step: Mapping[str, Any]) -> str:
-    """Describe which silos received codewords; the rule for this is not the test."""
+    """Describe which silos received codewords; `extend` decides this, and not the test."""
     new_codewords = step["new_codewords"]
     extend = step.get("decision", {}).get("extend", "")
     rule = f" (extend={extend})" if extend else ""

@@ -37,7 +37,7 @@ from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, e
 from uefl.experiment.plan import make_plan
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
-from uefl.experiment.silo_models import Description, SiloModels, collect_facts, collect_personal_tensors, count_labels
+from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels, gather_personal_tensors
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -66,7 +66,7 @@ class RunContext(NamedTuple):
     table: str = ""  # of a table: its format as JSON, which predictions need
     label_counts: dict[str, list[int]] = {}  # training examples per class, by silo; empty if only the silos know them
     chance_accuracy: float = 0.0  # 0: not known here
-    codebook_size: CodebookSize | None = None  # None: without a codebook, or not known here
+    codebook_size: CodebookSize | None = None  # None: without a codebook, or if only the silos have the data
 
 
 class PreparedRun(NamedTuple):
@@ -375,5 +375,5 @@ def _collect_models(
             "fingerprint": context.fingerprint,
         },
     )
-    personal_tensors = collect_personal_tensors(experiment.method, clients, server)
+    personal_tensors = gather_personal_tensors(experiment.method, clients, server)
     return SiloModels(description, server.model_state, server.access, personal_tensors)

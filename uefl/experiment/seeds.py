@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from uefl.core.metrics import QUALITY_METRICS, TABLE_METRICS, Metric, describe_means, select_table_metrics
+from uefl.core.metrics import QUALITY_METRICS, TABLE_METRICS, Metric, describe_labels, select_table_metrics
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, create_comparison_folder, run_experiments
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
@@ -88,7 +88,7 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
         cells += [" ".join(f"{mean[m.label]:.{m.digits + 1}f}" for mean in means) for m in per_seed]
         mark = " (better by validation)" if name == better else ""
         rows.append(f"| {name}{mark} | {' | '.join(cells)} |")
-    return "\n".join([*rows, "", describe_means(with_codebook=True)]) + "\n"
+    return "\n".join([*rows, "", describe_labels(metrics)]) + "\n"
 
 
 def _find_better_fedavg(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -251,7 +251,7 @@ def collect_facts(
     }
 
 
-def collect_personal_tensors(method: FedAvg, clients: Any, server: ServerState) -> dict[str, Tensors]:
+def gather_personal_tensors(method: FedAvg, clients: Any, server: ServerState) -> dict[str, Tensors]:
     """Return by silo the tensors of its own that predictions use."""
     return {
         name: tensors

@@ -31,9 +31,9 @@ from uefl.experiment.silo_models import (
     Description,
     SiloModels,
     collect_facts,
-    collect_personal_tensors,
     count_labels,
     describe_method,
+    gather_personal_tensors,
 )
 from uefl.experiment.trained_model import TrainedModel, save_models
 from uefl.models.model_config import ModelConfig
@@ -149,7 +149,7 @@ def train(
         round=server.round,
         origin={"uefl": __version__, RESULTS_VERSION_KEY: RESULTS_VERSION},
     )
-    personal_tensors = collect_personal_tensors(method, clients, server)
+    personal_tensors = gather_personal_tensors(method, clients, server)
     models = SiloModels(description, server.model_state, server.access, personal_tensors, encoder, method)
     return TrainingResult(records, summary, server, clients, models)
 

@@ -88,8 +88,8 @@ class FlowerEngine:
         return {name: t.clone() for name, t in self.net.state_dict().items()}
 
     def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
-        kind = {"is_personal": True} if broadcast.is_personal else {}
-        results = self._exchange_messages(method, broadcast, {"evaluate": evaluate, **kind})
+        personal_entry = {"is_personal": True} if broadcast.is_personal else {}
+        results = self._exchange_messages(method, broadcast, {"evaluate": evaluate, **personal_entry})
         for reply, has_client_state in results:
             if not reply.rejected:
                 info = self._silo_infos[reply.silo_name]

@@ -134,12 +134,12 @@ class ReplyReader:
         key = (task, *(len(t) for n, t in broadcast.model_state.items() if is_codeword_tensor(n)))
         if key not in self._expected_answers:
             self.reference_engine.client_states.clear()
-            self._repeat_blank(method.client_tasks[task].num_blank)
+            self._repeat_blank_image(method.client_tasks[task].num_blank_images)
             (reply,) = self.reference_engine.query(method, task, readdress_broadcast(broadcast, "blank"), ("test",))
             self._expected_answers[key] = reply.answers["test"]
         return self._expected_answers[key]
 
-    def _repeat_blank(self, count: int) -> None:
+    def _repeat_blank_image(self, count: int) -> None:
         silo = self.reference_engine.silos["blank"]
         test = Examples(*(tensor[:1].expand(count, *tensor.shape[1:]) for tensor in silo.test))
         self.reference_engine.silos["blank"] = replace(silo, test=test)

@@ -30,7 +30,7 @@ class Prediction(NamedTuple):
 class Classifier(nn.Sequential):
     """One hidden layer and two dropout layers: before and after it, or after it and on the logits (D2).
 
-    Of size 0, there is no hidden layer: a linear classifier with dropout before it or on the logits.
+    With `hidden_size=0` the classifier is linear, with dropout before it or on the logits.
     """
 
     def __init__(

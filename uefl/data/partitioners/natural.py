@@ -56,7 +56,7 @@ def _split_train_test(config: DataConfig, images: Images, indices: Tensor) -> tu
 
 
 def parse_fold(text: str) -> tuple[int, int]:
-    """Return number and count of `2/5`; no text is the only fold of one."""
+    """Return the number of a fold and the number of folds: 2 and 5 of `2/5`; an empty text is fold 1 of 1."""
     match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text or "1/1")
     number, count = map(int, match.groups()) if match else (0, 0)
     if text and not (1 <= number <= count and count >= 2):

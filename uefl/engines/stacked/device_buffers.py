@@ -12,7 +12,7 @@ from torch import Tensor
 
 from uefl.core.federation import Tensors, Update
 from uefl.core.local import LocalTraining
-from uefl.engines.serial import OPTIMIZER_PREFIX
+from uefl.engines.optimizer_state import OPTIMIZER_PREFIX
 from uefl.engines.stacked.client_stack import ClientStack, allocate_stack
 from uefl.engines.stacked.stacked_optimizer import StackedOptimizer
 

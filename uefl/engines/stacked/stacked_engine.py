@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
-from torch.utils._pytree import tree_map
 
 from uefl.core import noise_addresses as addresses
 from uefl.core.errors import InputError
@@ -32,7 +30,6 @@ from uefl.core.federation import (
     Reply,
     Silo,
     Split,
-    TaskParts,
     Tensors,
     Update,
     gather_accessible_rows,
@@ -40,15 +37,9 @@ from uefl.core.federation import (
     iterate_batch_slices,
     size_in_bytes,
 )
-from uefl.core.noise import HAS_TRITON, NoiseLayer, batched_permutations
-from uefl.engines.serial import (
-    OPTIMIZER_CODEWORDS,
-    SerialEngine,
-    codeword_indices,
-    drop_stale_optimizer_state,
-    has_torch_dropout,
-    to_channels_last,
-)
+from uefl.core.noise import batched_permutations
+from uefl.engines.optimizer_state import OPTIMIZER_CODEWORDS, drop_stale_optimizer_state, list_codeword_indices
+from uefl.engines.serial import SerialEngine, has_torch_dropout, to_channels_last
 from uefl.engines.stacked.client_stack import (
     ClientStack,
     ReceivedClient,
@@ -60,10 +51,9 @@ from uefl.engines.stacked.client_stack import (
 from uefl.engines.stacked.compiler import Compiler
 from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.device_data import PUBLIC, DeviceData
+from uefl.engines.stacked.silo_mapper import SiloMapper
 from uefl.engines.stacked.stack_size import batch_length, compute_stack_size, count_activations
-from uefl.engines.stacked.vmap_overrides import VmapOverrides
-
-MAX_PREPARED_BYTES = 1 << 29  # of the first parts of a task, such as features for K-means, that wait for the second
+from uefl.engines.stacked.two_part_tasks import complete_answers
 
 
 class StackedEngine(SerialEngine):
@@ -85,8 +75,8 @@ class StackedEngine(SerialEngine):
         self.max_stack_size = max_stack_size
         self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda"
         self._data = DeviceData(self.silos, self.public)
-        self._noise_layer_names = [name for name, m in self.net.named_modules() if isinstance(m, NoiseLayer)]
-        self._trainable_names = {n for n, p in self.net.named_parameters() if p.requires_grad}
+        self._mapper = SiloMapper(self.net, self.public.x, self.matmul_precision)
+        self._trainable_names = self._mapper.trainable_names
         x = next(iter(self.silos.values())).test.x
         self._activations = count_activations(self.net, x.shape[1:], x.dtype)
         self._buffers: dict[Any, DeviceBuffers] = {}
@@ -382,7 +372,7 @@ class StackedEngine(SerialEngine):
             if gradients is None:
                 gradients = self._compute_gradients(stack, update, optimizer.params, keys, batch)
             with torch.no_grad():
-                optimizer.step(self._map_over_silos(stack, keys, adjust, gradients), clients, buffers.lr)
+                optimizer.step(self._mapper.call_for_silos(stack, keys, adjust, gradients), clients, buffers.lr)
 
     def _compute_gradients(
         self, stack: ClientStack, update: Update, params: Collection[str], keys: Tensor, batch: Batch
@@ -396,7 +386,7 @@ class StackedEngine(SerialEngine):
 
         trained = {n: stack.client_tensors[n].detach().requires_grad_() for n in params}
         stack = stack._replace(client_tensors={**stack.client_tensors, **trained})
-        losses = self._map_over_silos(stack, keys, compute_loss, batch.x, batch.y, batch.step)
+        losses = self._mapper.call_for_silos(stack, keys, compute_loss, batch.x, batch.y, batch.step)
         gradients = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
         return {n: g for n, g in zip(trained, gradients) if g is not None}
 
@@ -419,7 +409,7 @@ class StackedEngine(SerialEngine):
                 return method.finish_training(model, Examples(x, y), num_steps=num_steps, lr=lr)
 
             with torch.no_grad():
-                results = self._map_over_silos(selected, offsets, finish, *examples)
+                results = self._mapper.call_for_silos(selected, offsets, finish, *examples)
             for i, row in enumerate(rows):
                 extras[row], client_states[row] = ({n: t[i] for n, t in tensors.items()} for tensors in results)
         return extras, client_states
@@ -437,7 +427,7 @@ class StackedEngine(SerialEngine):
             stored_i, local_tensors = {n: t[i] for n, t in stored.items()}, {n: trained[n][i] for n in local_names}
             self.client_states[name] = {**stored_i, **client_states[i], **local_tensors}
             if not method.local.reset_optimizer:
-                self.client_states[name][OPTIMIZER_CODEWORDS] = codeword_indices(access_rows[name])
+                self.client_states[name][OPTIMIZER_CODEWORDS] = list_codeword_indices(access_rows[name])
         return [
             {n: t[i] for n, t in trained.items() if n not in local_names} for i in range(len(buffers.stack.silo_names))
         ]
@@ -504,71 +494,13 @@ class StackedEngine(SerialEngine):
             return sums
 
         with torch.no_grad():
-            stacked_sums: Tensors = self._map_over_silos(stack, keys, compute, x, y)
+            stacked_sums: Tensors = self._mapper.call_for_silos(stack, keys, compute, x, y)
         return stacked_sums
-
-    # --- the interface to torch -------------------------------------------------------------------------------------
-
-    def _map_over_silos(self, stack: ClientStack, keys: Tensor, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Call `function(model, *inputs)` for all silos of a stack at once, each with its own tensors and noise key."""
-
-        def call(
-            client_tensors: Tensors,
-            client_received: Tensors,
-            client_state: Tensors,
-            client_extras: Tensors,
-            key: Tensor,
-            *inputs: Any,
-        ) -> Any:
-            tensors = {**stack.shared_tensors, **client_tensors}
-            buffers = {n: t for n, t in tensors.items() if n not in self._trainable_names}
-            model = ClientModel(
-                self.net,
-                {n: t for n, t in tensors.items() if n in self._trainable_names},
-                extras={**stack.shared_extras, **client_extras},
-                received_state={**stack.shared_received, **client_received},
-                client_state=client_state,
-                public_images=self.public.x,
-                buffers=buffers | {f"{layer}.key": key for layer in self._noise_layer_names},
-                is_bound=False,
-            )
-            return function(model, *inputs)
-
-        of_silos = (stack.client_tensors, stack.client_received, stack.client_state, stack.client_extras)
-        stacked = (*of_silos, keys, *inputs)
-        if len(stack.silo_names) > 1:
-            with VmapOverrides(use_triton_convolution=HAS_TRITON and self.matmul_precision != "full"):
-                return vmap(call)(*stacked)
-        return tree_map(lambda t: t.unsqueeze(0), call(*tree_map(lambda t: t.squeeze(0), stacked)))
 
     def _to_device(self, numbers: Any) -> Tensor:
         """Copy numbers to the device from pinned memory, so that the host does not wait."""
         tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return tensor.to(self.device, non_blocking=True)
-
-
-def complete_answers(parts: TaskParts, prepared: Iterable[Reply]) -> Iterator[Reply]:
-    """Run the second part of a client task for as many silos at once as memory allows."""
-    waiting: list[Reply] = []
-    for reply in prepared:
-        if sum(r.sent_bytes for r in (*waiting, reply)) > MAX_PREPARED_BYTES:
-            yield from _complete_together(parts, waiting)
-            waiting = []
-        waiting.append(reply)
-    yield from _complete_together(parts, waiting)
-
-
-def _complete_together(parts: TaskParts, prepared: Sequence[Reply]) -> Iterator[Reply]:
-    started = time.perf_counter()
-    with torch.no_grad():
-        completed = iter(parts.complete([tensors for reply in prepared for tensors in reply.answers.values()]))
-    for reply in prepared:
-        answers = {split: next(completed) for split in reply.answers}
-        yield reply._replace(
-            answers=answers,
-            sent_bytes=sum(map(size_in_bytes, answers.values())),
-            seconds=reply.seconds + (time.perf_counter() - started) / len(prepared),
-        )
 
 
 compiled_engine = partial(StackedEngine, use_compiler=True)
