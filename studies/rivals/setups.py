@@ -102,13 +102,38 @@ NORM_TRIALS = (  # of methods without a setting of their own
     Trial(label="layer norm, a third of the rate", lr_factor=SLOWER),
     Trial(label="no layer norm, a third of the rate", model=NO_NORM, lr_factor=SLOWER),
 )
+
+
+def list_tuning_trials(**fields: Any) -> tuple[Trial, ...]:
+    """Return fine-tuning with two numbers of epochs, with and without layer norm."""
+    return tuple(
+        Trial(label=f"{e} epochs{label}", method={"fine_tuning_epochs": e, **fields}, model=model)
+        for e in (5, 10)
+        for label, model in (("", {}), (", no layer norm", NO_NORM))
+    )
+
+
+def make_uefl_trial(
+    label: str,
+    epochs: int = 5,
+    *,
+    batch_norm: str = "personal",
+    model: Mapping[str, Any] | None = None,
+    rounds: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Trial:
+    """Return UEFL with a learned gate, own batch norm and fine-tuning, or with other values of these."""
+    codebook = make_codebook(**{"num_codewords": 1024, "gate": "learned", "gate_value": 0.9, **fields})
+    method = {"codebook": codebook, "batch_norm": batch_norm, "fine_tuning_epochs": epochs, **(rounds or {})}
+    return Trial(label=label, method=method, model=model or {})
+
+
+SEGMENTED: dict[str, Any] = {"num_codewords": 256, "segments": 4, "commitment_weight": 0.25, "model": NO_NORM}
 IMAGE_ROWS: Mapping[str, Row] = {
     FEDAVG: Row(method="fedavg", trials=NORM_TRIALS),
     "FedBN": Row(method="fedbn", trials=NORM_TRIALS),
-    "FedAvg, fine-tuned": Row(
-        method="fine-tuning",
-        trials=tuple(Trial(label=f"{e} epochs", method={"fine_tuning_epochs": e}) for e in (2, 5, 10, 20)),
-    ),
+    "FedAvg, fine-tuned": Row(method="fine-tuning", trials=list_tuning_trials()),
+    "FedBN, fine-tuned": Row(method="fine-tuning", trials=list_tuning_trials(batch_norm="personal")),
     "FedPer": Row(
         method="fedper",
         trials=(
@@ -139,41 +164,15 @@ IMAGE_ROWS: Mapping[str, Row] = {
     UEFL: Row(
         method="uefl",
         trials=(
-            Trial(label="1 × 1024", method={"codebook": make_codebook(num_codewords=1024)}),
-            Trial(
-                label="1 × 1024, learned gate",
-                method={"codebook": make_codebook(num_codewords=1024, gate="learned", gate_value=0.9)},
+            make_uefl_trial("1 × 1024, gate from .5", model=NO_NORM, gate_value=0.5),
+            make_uefl_trial("4 × 256, gate from .5", **SEGMENTED, gate_value=0.5),
+            make_uefl_trial(
+                "4 × 256, gate from .5, validated, 10 epochs", 10, **SEGMENTED, gate_value=0.5, extend="validated"
             ),
-            Trial(
-                label="1 × 1024, own batch norm",
-                method={"codebook": make_codebook(num_codewords=1024), "batch_norm": "personal"},
-            ),
-            Trial(
-                label="1 × 1024, own batch norm, learned gate",
-                method={
-                    "codebook": make_codebook(num_codewords=1024, gate="learned", gate_value=0.9),
-                    "batch_norm": "personal",
-                },
-            ),
+            make_uefl_trial("4 × 256, gate from .25, validated", **SEGMENTED, gate_value=0.25, extend="validated"),
         ),
     ),
 }
-
-
-def make_uefl_trial(
-    label: str,
-    epochs: int = 5,
-    *,
-    batch_norm: str = "personal",
-    model: Mapping[str, Any] | None = None,
-    rounds: Mapping[str, Any] | None = None,
-    **fields: Any,
-) -> Trial:
-    """Return UEFL with a learned gate, own batch norm and fine-tuning, or with other values of these."""
-    codebook = make_codebook(**{"num_codewords": 1024, "gate": "learned", "gate_value": 0.9, **fields})
-    method = {"codebook": codebook, "batch_norm": batch_norm, "fine_tuning_epochs": epochs, **(rounds or {})}
-    return Trial(label=label, method=method, model=model or {})
-
 
 # What was tried for UEFL, one change at a time from the first row, and the same options without a codebook.
 IMAGE_SEARCH: Mapping[str, Row] = {
@@ -233,34 +232,45 @@ ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=g
 
 HOSPITAL_ADJUSTMENT = {"logit_adjustment": "local"}
 LOGISTIC: dict[str, Any] = {"encoder": "identity", "width": 0, "hidden_size": 0, "dropout": 0.0, "feature_norm": "none"}
-REGRESSION = tuple(
-    Trial(
-        label=f"ridge {decay:g}",
-        method=HOSPITAL_ADJUSTMENT,
-        local={"lr": 0.03, "weight_decay": decay},
-        model=LOGISTIC,
+
+
+def list_regressions(*decays: float) -> tuple[Trial, ...]:
+    """Return logistic regression with these weights of the ridge penalty."""
+    return tuple(
+        Trial(
+            label=f"ridge {decay:g}",
+            method=HOSPITAL_ADJUSTMENT,
+            local={"lr": 0.03, "weight_decay": decay},
+            model=LOGISTIC,
+        )
+        for decay in decays
     )
-    for decay in (0.1, 0.3, 1.0, 3.0)
-)
-HOSPITAL_RATES = (1e-3, 3e-3)
+
+
+REGRESSION = list_regressions(0.1, 0.3, 1.0, 3.0)
+TUNED_REGRESSION = tuple(replace(t, method={**t.method, "fine_tuning_epochs": 5}) for t in REGRESSION)
 HOSPITAL_CODEBOOK: dict[str, Any] = {"num_codewords": 16, "segments": 4}
 
 
-def list_hospital_trials(label: str, values: Sequence[Any], make: Any) -> tuple[Trial, ...]:
-    """Return two learning rates with two values of a method's own setting."""
-    trials = []
-    for lr in HOSPITAL_RATES:
-        for value in values:
-            parts: dict[str, Any] = {part: dict(fields) for part, fields in make(value).items()}
-            parts["method"] = {**HOSPITAL_ADJUSTMENT, **parts.get("method", {})}
-            parts["local"] = {"lr": lr, **parts.get("local", {})}
-            trials.append(Trial(label=f"{label} {value}, rate {lr:g}", **parts))
-    return tuple(trials)
+def list_regularized_trials(**model: Any) -> tuple[Trial, ...]:
+    """Return two values of dropout with two of the weight decay."""
+    return tuple(
+        Trial(
+            label=f"dropout {dropout:g}, decay {decay:g}",
+            method=HOSPITAL_ADJUSTMENT,
+            local={"weight_decay": decay},
+            model={"dropout": dropout, **model},
+        )
+        for dropout in (0.5, 0.7)
+        for decay in (0.1, 1.0)
+    )
 
 
-def set_weight_decay(decay: float) -> dict[str, Any]:
-    """Return the fields of a weight decay."""
-    return {"local": {"weight_decay": decay}}
+def list_method_trials(name: str, values: Sequence[float]) -> tuple[Trial, ...]:
+    """Return values of a method's own setting, with the dropout that is best for FedAvg."""
+    return tuple(
+        Trial(label=f"{name} {value:g}", method={**HOSPITAL_ADJUSTMENT, name: value}, model=DROPOUT) for value in values
+    )
 
 
 def make_hospital_trial(
@@ -282,13 +292,14 @@ def make_hospital_trial(
     )
 
 
+DROPOUT = {"dropout": 0.5}
 LINEAR = {**LOGISTIC, "dropout": 0.1}
 HOSPITAL_SEARCH: Mapping[str, Row] = {
     "Logistic regression, local": Row(method="local-only", trials=REGRESSION),
     "Logistic regression, FedAvg": Row(method="fedavg", trials=REGRESSION),
     "Logistic regression, FedAvg, fine-tuned": Row(
         method="fine-tuning",
-        trials=tuple(replace(t, method={**t.method, "fine_tuning_epochs": 5}) for t in REGRESSION),
+        trials=TUNED_REGRESSION,
     ),
     FEDAVG: Row(
         method="fedavg",
@@ -310,9 +321,9 @@ HOSPITAL_SEARCH: Mapping[str, Row] = {
             make_hospital_trial("gate from .9", gate_value=0.9),
             make_hospital_trial("no gate", gate="none"),
             make_hospital_trial("decay 1", decay=1.0),
-            make_hospital_trial("dropout .5", model={"dropout": 0.5}),
-            make_hospital_trial("dropout .5, decay 1", decay=1.0, model={"dropout": 0.5}),
-            make_hospital_trial("dropout .5, 5 epochs", epochs=5, model={"dropout": 0.5}),
+            make_hospital_trial("dropout .5", model=DROPOUT),
+            make_hospital_trial("dropout .5, decay 1", decay=1.0, model=DROPOUT),
+            make_hospital_trial("dropout .5, 5 epochs", epochs=5, model=DROPOUT),
             make_hospital_trial("codewords for all", extend="all"),
             make_hospital_trial("width 16", model={"width": 16}),
             make_hospital_trial("linear, decay .1", lr=0.03, decay=0.1, model=LINEAR, segments=1),
@@ -331,36 +342,32 @@ HOSPITALS = Setup(
     data=replace(get_default_config("heart"), validation_fraction=0.2),
     model=ModelConfig(encoder="mlp", width=64, hidden_size=32),
     local=LocalTraining(optimizer="adamw", batch_size=16, epochs=2, weight_decay=0.1),
-    rounds={"rounds": 10, "extra_rounds": 5, "iterations": 3, "evaluate_local": False},
+    rounds={"rounds": 10, "extra_rounds": 5, "iterations": 3, "evaluate_local": False, "evaluate_every": 1000},
     schedules=(Schedule(schedule="cosine", lr=1e-3),),
     folds=5,
     search=HOSPITAL_SEARCH,
     rows={
-        "Logistic regression, local": Row(method="local-only", trials=REGRESSION),
+        # The decay moves all weights to 0 in every step, and the silo's own prior is left.
+        "Prevalence only": Row(method="local-only", trials=list_regressions(33.0)),
+        "Logistic regression, local": Row(method="local-only", trials=list_regressions(1.0, 3.0, 10.0, 30.0)),
         "Logistic regression, FedAvg": Row(method="fedavg", trials=REGRESSION),
+        "Logistic regression, FedAvg, fine-tuned": Row(method="fine-tuning", trials=TUNED_REGRESSION),
         "Logistic regression, centralized": Row(method="centralized", trials=REGRESSION),
-        "Local-only": Row(
-            method="local-only",
-            trials=list_hospital_trials("dropout", (0.1, 0.5), lambda p: {"model": {"dropout": p}}),
+        "Local-only": Row(method="local-only", trials=list_regularized_trials()),
+        "Centralized": Row(method="centralized", trials=list_regularized_trials()),
+        FEDAVG: Row(method="fedavg", trials=list_regularized_trials()),
+        "FedAvg, fine-tuned": Row(
+            method="fine-tuning", trials=list_method_trials("fine_tuning_epochs", (2, 5, 10, 20))
         ),
-        "Centralized": Row(
-            method="centralized",
-            trials=list_hospital_trials("dropout", (0.1, 0.5), lambda p: {"model": {"dropout": p}}),
-        ),
-        FEDAVG: Row(method="fedavg", trials=list_hospital_trials("weight decay", (0.1, 0.5), set_weight_decay)),
-        "FedBN": Row(
-            method="fedbn",
-            trials=list_hospital_trials(
-                "weight decay", (0.1, 0.5), lambda decay: {**set_weight_decay(decay), "model": {"encoder": "mlp-bn"}}
-            ),
-        ),
-        "Ditto": Row(method="ditto", trials=list_hospital_trials("λ", (0.1, 1.0), lambda x: {"method": {"lam": x}})),
+        "FedBN": Row(method="fedbn", trials=list_regularized_trials(encoder="mlp-bn")),
+        "Ditto": Row(method="ditto", trials=list_method_trials("lam", (0.01, 0.1, 1.0, 3.0))),
         UEFL: Row(
             method="uefl",
-            trials=list_hospital_trials(
-                "gate",
-                ("none", "learned"),
-                lambda gate: {"method": {"codebook": make_codebook(**HOSPITAL_CODEBOOK, gate=gate, gate_value=0.9)}},
+            trials=(
+                make_hospital_trial("no fine-tuning", model=DROPOUT),
+                make_hospital_trial("5 epochs", epochs=5, model=DROPOUT),
+                make_hospital_trial("10 epochs", epochs=10, model=DROPOUT),
+                make_hospital_trial("5 epochs, decay 1", decay=1.0, epochs=5, model=DROPOUT),
             ),
         ),
     },

@@ -44,7 +44,7 @@ def test_a_verdict_claims_no_more_than_its_interval(low: float, high: float, ver
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: str) -> None:
     setup = SETUPS[name]
-    assert {len(row.trials) for row in setup.rows.values()} == {NUM_TRIALS}
+    assert {len(row.trials) for name, row in setup.rows.items() if name != "Prevalence only"} == {NUM_TRIALS}
     runs = list_trials(name, setup.schedules[0])
     assert len({str(run.experiment) for run in runs}) == len({run.label for run in runs}) == len(runs)
     assert all(run.experiment.method.total_rounds == runs[0].experiment.method.total_rounds for run in runs)
