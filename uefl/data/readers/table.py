@@ -15,7 +15,7 @@ from uefl.core.errors import InputError
 from uefl.data.images import Images
 from uefl.data.quality import check_images, join_names
 from uefl.data.readers.context import ReadContext, sanitize_line
-from uefl.data.readers.csv_rows import CsvRow, CsvTable, read_csv
+from uefl.data.readers.csv_rows import CsvRow, CsvTable, parse_csv, read_csv
 from uefl.data.readers.labeled_files import index_names
 from uefl.data.readers.manifest import SPLIT_NAMES
 from uefl.data.sources import Source
@@ -38,11 +38,24 @@ class TableRows(NamedTuple):
 def read_table(path: Path, table: TableFormat) -> TableRows:
     """Read new rows of a table in the format of the training rows, for a prediction; labels are not needed."""
     context = ReadContext(skip_bad=True)
-    csv_table = read_csv(path, [column.name for column in table.columns], context)
+    return _encode_rows(read_csv(path, _list_names(table), context), table, context)
+
+
+def parse_table(path: str, data: bytes, table: TableFormat) -> TableRows:
+    """Parse the bytes of a table as `read_table` does; its path is for messages."""
+    context = ReadContext(skip_bad=True)
+    return _encode_rows(parse_csv(path, data, _list_names(table), context), table, context)
+
+
+def _list_names(table: TableFormat) -> list[str]:
+    return [column.name for column in table.columns]
+
+
+def _encode_rows(csv_table: CsvTable, table: TableFormat, context: ReadContext) -> TableRows:
     values, rows = _parse_values(csv_table, csv_table.rows, table, context)
     skipped = [sanitize_line(message) for message in context.skipped_messages]
     if not rows:
-        raise InputError(f"{path}: none of the {len(csv_table.rows)} rows is usable; the first: {skipped[0]}")
+        raise InputError(f"{csv_table.path}: none of the {len(csv_table.rows)} rows is usable; the first: {skipped[0]}")
     return TableRows(table.encode(values), [row.line for row in rows], skipped)
 
 
