@@ -13,12 +13,19 @@ from typing import Any
 
 from rich.console import Console
 
-from uefl.core.metrics import QUALITY_METRICS, TABLE_METRICS, Metric, describe_means, select_table_metrics
+from uefl.core.metrics import (
+    QUALITY_METRICS,
+    TABLE_METRICS,
+    TWO_CLASS_METRICS,
+    Metric,
+    describe_means,
+    select_table_metrics,
+)
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, create_comparison_folder, run_experiments
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, NUM_LAST_ROUNDS, describe_rounds
-from uefl.experiment.report import describe_local_differences
+from uefl.experiment.report import describe_chance_level, describe_local_differences, describe_positive_classes
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 
 SEEDS_TABLE_FILE = "seeds.md"  # the table, in the folder of the comparison
@@ -34,7 +41,8 @@ def compare_seeds(
     folders = run_experiments(runs, out, resources, console)
     records = [summarize_run(name, folders[label]) for (name, _), label in labels.items()]
     local = {record["name"]: record["experiment"]["method"]["local"] for record in records}
-    table = format_seed_table(records) + "".join(f"\n{line}\n" for line in describe_local_differences(local))
+    lines = [*describe_positive_classes(folders), *describe_chance_level(folders), *describe_local_differences(local)]
+    table = format_seed_table(records) + "".join(f"\n{line}\n" for line in lines)
     folder = create_comparison_folder(folders, out)
     write_text(folder / SEEDS_RECORDS_FILE, "".join(json.dumps(record) + "\n" for record in records))
     write_text(folder / SEEDS_TABLE_FILE, f"`{shlex.join(['uefl', *sys.argv[1:]])}`\n\n{table}")
@@ -60,13 +68,15 @@ def summarize_run(name: str, folder: Path) -> dict[str, Any]:
 
 def _select_means(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the means over silos by label; a calibration error is left out where silos have too few examples."""
-    return {m.label: summary[m.label] for m in (*TABLE_METRICS, *QUALITY_METRICS) if m.label in summary}
+    metrics = (*TABLE_METRICS, *TWO_CLASS_METRICS, *QUALITY_METRICS)
+    return {m.label: summary[m.label] for m in metrics if m.label in summary}
 
 
 def _list_seed_metrics(records: Sequence[Mapping[str, Any]]) -> list[Metric]:
-    """Return the metrics of the table of seeds: those of every table, and the quality that every run has."""
-    quality = [m for m in QUALITY_METRICS if all(m.label in record[DEFAULT_AGGREGATION] for record in records)]
-    return [*TABLE_METRICS, *quality]
+    """Return the metrics of the table of seeds: those of all tables, and those of two classes and quality, if known."""
+    optional = (*TWO_CLASS_METRICS, *QUALITY_METRICS)
+    common = [m for m in optional if all(m.label in record[DEFAULT_AGGREGATION] for record in records)]
+    return [*TABLE_METRICS, *common]
 
 
 def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
@@ -76,6 +86,7 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
     per_seed = select_table_metrics(with_codebook=False)
     seeds = ", ".join(str(run["experiment"]["seed"]) for run in runs[names[0]])
     metrics = _list_seed_metrics(records)
+    two_classes = any(metric.num_classes for metric in metrics)
     headings = [metric.label for metric in metrics] + [f"{metric.label}, seeds {seeds}" for metric in per_seed]
     rows = [
         f"| {describe_rounds(min(record['rounds'], NUM_LAST_ROUNDS) for record in records)} | {' | '.join(headings)} |",
@@ -88,7 +99,7 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
         cells += [" ".join(f"{mean[m.label]:.{m.digits + 1}f}" for mean in means) for m in per_seed]
         mark = " (better by validation)" if name == better else ""
         rows.append(f"| {name}{mark} | {' | '.join(cells)} |")
-    return "\n".join([*rows, "", describe_means(with_codebook=True)]) + "\n"
+    return "\n".join([*rows, "", describe_means(with_codebook=True, two_classes=two_classes)]) + "\n"
 
 
 def _find_better_fedavg(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
