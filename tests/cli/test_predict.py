@@ -221,6 +221,32 @@ def test_new_rows_of_a_table_are_predicted_as_in_training(heart_run, capsys, tmp
     assert (model.predict(silo.test.x).labels == silo.test.y.numpy()).mean() == pytest.approx(recorded["accuracy"])
 
 
+@pytest.mark.parametrize(
+    ("method", "end"), [("fedavg", ", or no silo for what all silos share"), ("fine-tuning", ""), ("uefl", None)]
+)
+def test_a_silo_that_was_left_out_of_training_has_no_model(method: str, end: str, capsys, tmp_path: Path) -> None:
+    """By its own name and by that in the run; the silos that trained are named for a misspelt one."""
+    tiny = ["width=8", "hidden_size=8", "rounds=1", "iterations=1", "epochs=1", "mc_samples=2"]
+    tiny += ["target_access=all", "num_codewords=8", "codebook_init=gaussian"] if method == "uefl" else []
+    rule = ["partitioner=leave-one-domain-out", "target=Hungary"]
+    (experiment,) = parse_experiments([method, "heart", *tiny, *rule], ["uefl"], "default").values()
+    folder, patients = run(experiment, tmp_path / "runs"), write_patients(tmp_path / "new.csv", slice(3))
+    for silo in ("Hungary", "Hungary-held-out") if end is not None else ():
+        code, out, err = predict(capsys, folder, patients, "--silo", silo)
+        assert (code, out) == (2, "")
+        assert err == (
+            f"uefl: silo '{silo}' was left out of training, so it has no model of its own; use `--silo auto` for the "
+            f"silo that fits the inputs best{end}\n"
+        )
+    if end is None:  # it may use all codewords by its settings
+        assert predict(capsys, folder, patients, "--silo", "Hungary-held-out")[0] == 0
+    else:
+        known = "Cleveland-1, Switzerland-1, VA Long Beach-1"
+        err = predict(capsys, folder, patients, "--silo", "Hungarian")[2]
+        assert err == f"uefl: unknown silo 'Hungarian'; known: {known}\n"
+    assert predict(capsys, folder, patients, "--silo", "auto")[0] == 0
+
+
 def test_files_folders_and_archives_of_tables_give_the_same_rows(heart_run, capsys, tmp_path: Path) -> None:
     """The rows of two files in one command, whether they are named, in a folder or in an archive."""
     _, folder = heart_run
