@@ -244,7 +244,11 @@ def test_a_silo_that_was_left_out_of_training_has_no_model(method: str, end: str
         known = "Cleveland-1, Switzerland-1, VA Long Beach-1"
         err = predict(capsys, folder, patients, "--silo", "Hungarian")[2]
         assert err == f"uefl: unknown silo 'Hungarian'; known: {known}\n"
-    assert predict(capsys, folder, patients, "--silo", "auto")[0] == 0
+    code, out, err = predict(capsys, folder, patients, "--silo", "auto")
+    assert code == 0
+    chosen = err.partition("the model of silo ")[2].strip()  # empty where the models of all silos are equal
+    assert bool(chosen) == (method == "fine-tuning")
+    assert predict(capsys, folder, patients, "--silo", chosen)[1] == out, "the same draws for the uncertainty"
 
 
 def test_files_folders_and_archives_of_tables_give_the_same_rows(heart_run, capsys, tmp_path: Path) -> None:

@@ -192,9 +192,10 @@ def _make_labels(rows: Sequence[CsvRow], config: TableConfig, *, is_one_silo: bo
             f"label column '{config.label}' has only the value '{classes[0]}', but training needs two classes"
         )
     if config.positive:
-        if not is_one_silo:
-            _check_positive(classes, config)
         is_positive = torch.tensor([_is_positive(label, config) for label in classes])
+        if is_one_silo:  # it has the classes of its own rows, as without `positive`
+            return index_names([POSITIVE if p else NEGATIVE for p in is_positive[y].tolist()])
+        _check_positive(classes, config)
         return (NEGATIVE, POSITIVE), is_positive[y].long()
     if len(classes) > MAX_CLASSES:
         raise InputError(
