@@ -20,7 +20,7 @@ from uefl.core.metrics import (
     select_table_metrics,
 )
 from uefl.experiment.chance import describe_chance, is_at_chance, mean_accuracy
-from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds, read_records
+from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds
 from uefl.experiment.run_folder import RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
@@ -260,7 +260,7 @@ def describe_extensions(runs: Mapping[str, Path]) -> list[str]:
 def _list_untrained_rounds(folder: Path) -> set[int]:
     """Return the rounds after which the model was at chance level."""
     header = RunFolder(folder).read_header()
-    records = read_records(RunFolder(folder).records_path)
+    records = RunFolder(folder).read_records()
     return {record["round"] for record in records if is_at_chance(mean_accuracy(record), header)}
 
 
@@ -278,7 +278,7 @@ def describe_lost_rounds(runs: Mapping[str, Path]) -> list[str]:
     """Describe runs in which every reply of a round was rejected."""
     lines = []
     for name, folder in runs.items():
-        records = read_records(RunFolder(folder).records_path)
+        records = RunFolder(folder).read_records()
         lost = [r["round"] for r in records if r["silos"] and all("rejected" in s for s in _list_replies(r))]
         if lost:
             lines.append(
