@@ -20,7 +20,16 @@ from uefl.data.readers.labeled_files import index_names
 from uefl.data.readers.manifest import SPLIT_NAMES
 from uefl.data.sources import Source
 from uefl.data.table_config import TableConfig, parse_column_values, parse_scale
-from uefl.data.table_format import BOOLEAN_WORDS, Column, Kind, TableFormat, parse_number
+from uefl.data.table_format import (
+    BOOLEAN_WORDS,
+    Column,
+    Kind,
+    TableFormat,
+    describe_date_remedy,
+    has_thousands_separators,
+    is_date,
+    parse_number,
+)
 
 MAX_LEVELS = 50  # of a column whose kind is guessed; more are rather names or free text
 MAX_CLASSES = 100
@@ -124,14 +133,19 @@ def _get_declared_kind(name: str, config: TableConfig) -> Kind | None:
 
 
 def _guess_kind(name: str, texts: Counter[str], path: Path) -> Kind:
-    """Guess by the values: words for true and false, mostly numbers, or a few categories."""
-    num_numbers = sum(n for text, n in texts.items() if parse_number(text, decimal_comma=True) is not None)
+    """Guess by the values: words for true and false, mostly numbers, or a few categories; dates are neither."""
+    num_numbers = sum(n for text, n in texts.items() if _looks_numeric(text))
     num_others = sum(texts.values()) - num_numbers
     if texts and all(text.lower() in BOOLEAN_WORDS for text in texts):
         return "boolean"
     if num_numbers >= 2 * num_others:  # also without any value; the others are reported row by row
         return "numeric"
-    example = next(text for text in texts if parse_number(text, decimal_comma=True) is None)
+    example = next(text for text in texts if not _looks_numeric(text))
+    if (num_dates := sum(n for text, n in texts.items() if is_date(text))) > num_others / 2:
+        date = next(text for text in texts if is_date(text))
+        raise InputError(
+            f"{path}: column '{name}' has {num_dates} dates, such as '{date}'; {describe_date_remedy(name)}"
+        )
     if num_numbers and num_others:
         raise InputError(
             f"{path}: column '{name}' has {num_numbers} numbers and {num_others} texts, such as '{example}'; set "
@@ -143,6 +157,11 @@ def _guess_kind(name: str, texts: Counter[str], path: Path) -> Kind:
             f"categorical={name}"
         )
     return "categorical"
+
+
+def _looks_numeric(text: str) -> bool:
+    """Return whether a text is a number, perhaps with a decimal comma or separated thousands, which rows report."""
+    return parse_number(text, decimal_comma=True) is not None or has_thousands_separators(text)
 
 
 def _select_usable_rows(csv_table: CsvTable, config: TableConfig, group: str, context: ReadContext) -> list[CsvRow]:
