@@ -180,8 +180,17 @@ def run_tiny_study(
 def run_parallel(runs: Sequence[StudyRun], resources: StudyResources, path: Path, report: Callable[[str], None]) -> int:
     """Run what has no record yet, `workers` at a time; return the number of runs that failed or were stopped."""
     run_records = records.read_records(path)
-    todo = [run_ for run_ in runs if not run_.is_recorded(run_records)]
-    report(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    missing = [run_ for run_ in runs if not run_.is_recorded(run_records)]
+    report(f"{len(runs)} runs, {len(runs) - len(missing)} of them done")
+    # Setups may share a run, such as that of FedAvg, and two processes must not write one folder.
+    todo = list({str(run_.experiment): run_ for run_ in reversed(missing)}.values())[::-1]
+    repeated = [run_ for run_ in missing if run_ not in todo]
+    num_left = _run_each(todo, resources, path, report)
+    return num_left + (_run_each(repeated, resources, path, report) if repeated else 0)
+
+
+def _run_each(todo: Sequence[StudyRun], resources: StudyResources, path: Path, report: Callable[[str], None]) -> int:
+    """Run experiments that all differ; return the number of runs that failed or were stopped."""
     if not todo or time.time() > resources.stop_time:
         return len(todo)
     for data in {run_.experiment.data.name: run_.experiment.data for run_ in reversed(todo)}.values():

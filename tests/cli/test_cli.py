@@ -155,6 +155,20 @@ def test_help_and_list_name_every_command_method_and_encoder() -> None:
     assert all(name in settings for name in ("method.codebook", "gamma", "method.local", "precision"))
 
 
+def test_lists_without_a_terminal_fit_80_columns() -> None:
+    """With fewer than 120 columns, the meaning of a setting stands below it; COLUMNS sets another width."""
+    environment = {"COLUMNS": ""}
+    for arguments in (["list"], ["list", "data"], ["list", "uefl", "folder"], ["list", "pmfl", "gtsrb"]):
+        lines = uefl(*arguments, **environment).stdout.splitlines()
+        assert max(map(len, lines)) <= 80, arguments
+    lines = [line.rstrip() for line in uefl("list", "uefl", "folder", **environment).stdout.splitlines()]
+    start = lines.index("  rounds=8  (whole number ≥ 1)")
+    assert lines[start + 1] == "      Communication rounds of the first iteration."
+    assert "  shifts=rotate:0,rotate:-50,rotate:120  (list of text)" in uefl("list", "uefl", "mnist", COLUMNS="").stdout
+    wide = uefl("list", "uefl", "folder", COLUMNS="130").stdout
+    assert any(line.split()[:3] == ["rounds", "8", "whole"] for line in wide.splitlines())
+
+
 def test_methods_and_readers_of_an_installed_package_are_found_by_name(tmp_path: Path) -> None:
     metadata = tmp_path / "mine-1.dist-info"
     metadata.mkdir()

@@ -16,6 +16,7 @@ import uefl.data
 from uefl.cli.main import main
 from uefl.data.readers.table import read_table
 from uefl.data.table_format import TableFormat
+from uefl.experiment.experiment import Experiment
 from uefl.experiment.loading import load, open_models
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import run
@@ -177,31 +178,127 @@ def test_an_image_of_another_size_needs_a_model_that_was_trained_to_resize(train
     assert "large.png: 30×30 pixels, but the model takes 12×12; it was trained without image_size" in err
 
 
-def test_new_rows_of_a_table_are_predicted_as_in_training(capsys, tmp_path: Path) -> None:
-    """Real patients of four hospitals, read again from a file with a bad row and without labels."""
+@pytest.fixture(scope="module")
+def heart_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, Path]:
+    """A short run on real patients of four hospitals."""
     settings = ["width=8", "hidden_size=8", "rounds=2", "iterations=1", "mc_samples=3"]
     (experiment,) = parse_experiments(["fedavg", "heart", *settings], ["uefl"], "default").values()
-    folder = run(experiment, tmp_path / "runs")
+    return experiment, run(experiment, tmp_path_factory.mktemp("heart") / "runs")
+
+
+def write_patients(path: Path, patients: slice, **bad_cells: str) -> Path:
+    """Write some patients without labels to a file; every cell of a column of `bad_cells` has that text."""
     source = Path(uefl.data.__file__).parent / "embedded" / "heart_disease_uci.csv"
     with source.open(newline="") as file:
-        rows = list(csv.DictReader(file))[:8]
-    rows[3]["age"] = "old"
-    with (tmp_path / "new.csv").open("w", newline="") as file:
-        names = [name for name in rows[0] if name not in ("num", "dataset")]
-        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        rows = list(csv.DictReader(file))[patients]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [n for n in rows[0] if n not in ("num", "dataset")], extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({**row, **bad_cells} for row in rows)
+    return path
+
+
+def test_new_rows_of_a_table_are_predicted_as_in_training(heart_run, capsys, tmp_path: Path) -> None:
+    """Real patients, read again from a file with a bad row and without labels."""
+    experiment, folder = heart_run
+    path = write_patients(tmp_path / "new.csv", slice(8))
+    lines = path.read_text().splitlines()
+    lines[4] = lines[4].replace(lines[4].split(",")[1], "old", 1)  # age
+    path.write_text("\n".join(lines))
     silo_name = open_models(folder).description.silo_names[0]
-    code, out, err = predict(capsys, folder, tmp_path / "new.csv", "--silo", silo_name)
+    code, out, err = predict(capsys, folder, path, "--silo", silo_name)
     predicted = read_csv(out)
     assert code == 0, err
-    assert [row["file"] for row in predicted] == [f"{tmp_path / 'new.csv'}:{line}" for line in (2, 3, 4, 6, 7, 8, 9)]
+    assert [row["file"] for row in predicted] == [f"{path}:{line}" for line in (2, 3, 4, 6, 7, 8, 9)]
     assert "new.csv: line 5: age 'old'" in err
     assert f"7 predicted with the model of silo {silo_name}; 1 bad one skipped" in err
     model = load(folder, silo_name)
     table = TableFormat.from_json(model.input_format.table)
-    expected = model.predict(read_table(tmp_path / "new.csv", table).x)
+    expected = model.predict(read_table(path, table).x)
     assert [row["label"] for row in predicted] == expected.names
     silo = next(s for s in experiment.data.load(0)[0] if s.name == silo_name)
     recorded = RunFolder(folder).read_summary()["last"]["silos"][silo_name]
     assert (model.predict(silo.test.x).labels == silo.test.y.numpy()).mean() == pytest.approx(recorded["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("method", "end"), [("fedavg", ", or no silo for what all silos share"), ("fine-tuning", ""), ("uefl", None)]
+)
+def test_a_silo_that_was_left_out_of_training_has_no_model(method: str, end: str, capsys, tmp_path: Path) -> None:
+    """By its own name and by that in the run; the silos that trained are named for a misspelt one."""
+    tiny = ["width=8", "hidden_size=8", "rounds=1", "iterations=1", "epochs=1", "mc_samples=2"]
+    tiny += ["target_access=all", "num_codewords=8", "codebook_init=gaussian"] if method == "uefl" else []
+    rule = ["partitioner=leave-one-domain-out", "target=Hungary"]
+    (experiment,) = parse_experiments([method, "heart", *tiny, *rule], ["uefl"], "default").values()
+    folder, patients = run(experiment, tmp_path / "runs"), write_patients(tmp_path / "new.csv", slice(3))
+    for silo in ("Hungary", "Hungary-held-out") if end is not None else ():
+        code, out, err = predict(capsys, folder, patients, "--silo", silo)
+        assert (code, out) == (2, "")
+        assert err == (
+            f"uefl: silo '{silo}' was left out of training, so it has no model of its own; use `--silo auto` for the "
+            f"silo that fits the inputs best{end}\n"
+        )
+    if end is None:  # it may use all codewords by its settings
+        assert predict(capsys, folder, patients, "--silo", "Hungary-held-out")[0] == 0
+    else:
+        known = "Cleveland-1, Switzerland-1, VA Long Beach-1"
+        err = predict(capsys, folder, patients, "--silo", "Hungarian")[2]
+        assert err == f"uefl: unknown silo 'Hungarian'; known: {known}\n"
+    code, out, err = predict(capsys, folder, patients, "--silo", "auto")
+    assert code == 0
+    chosen = err.partition("the model of silo ")[2].strip()  # empty where the models of all silos are equal
+    assert bool(chosen) == (method == "fine-tuning")
+    assert predict(capsys, folder, patients, "--silo", chosen)[1] == out, "the same draws for the uncertainty"
+
+
+def test_files_folders_and_archives_of_tables_give_the_same_rows(heart_run, capsys, tmp_path: Path) -> None:
+    """The rows of two files in one command, whether they are named, in a folder or in an archive."""
+    _, folder = heart_run
+    (tmp_path / "new" / "deep").mkdir(parents=True)
+    first = write_patients(tmp_path / "new" / "a.csv", slice(0, 3))
+    second = write_patients(tmp_path / "new" / "deep" / "b.CSV", slice(3, 5))
+    (tmp_path / "new" / "notes.txt").write_text("no table")
+    with zipfile.ZipFile(tmp_path / "new.zip", "w") as archive:
+        archive.write(first, "a.csv")
+        archive.write(second, "deep/b.CSV")
+    answers = [predict(capsys, folder, *i) for i in ([first, second], [tmp_path / "new"], [tmp_path / "new.zip"])]
+    tables = [read_csv(out) for _, out, _ in answers]
+    assert [code for code, *_ in answers] == [0, 0, 0]
+    assert tables[0] == tables[1]
+    assert [list(row.values())[1:] for row in tables[0]] == [list(row.values())[1:] for row in tables[2]]
+    assert [row["file"] for row in tables[0]] == [f"{first}:{i}" for i in (2, 3, 4)] + [f"{second}:{i}" for i in (2, 3)]
+    assert tables[2][4]["file"] == f"{tmp_path / 'new.zip'}/deep/b.CSV:3"
+    assert answers[1][2].splitlines()[0] == "1 files skipped: no table by their name"
+
+
+def test_a_table_in_which_everything_is_bad_does_not_fail_the_others(heart_run, capsys, tmp_path: Path) -> None:
+    """Bad tables are named and counted; the exit code is 2 only if no row is left."""
+    _, folder = heart_run
+    good = write_patients(tmp_path / "good.csv", slice(2))
+    old = write_patients(tmp_path / "old.csv", slice(2), age="old")
+    short, empty, sheet = tmp_path / "short.csv", tmp_path / "empty.csv", tmp_path / "sheet.csv"
+    short.write_text("age,sex\n50,Male\n")
+    empty.write_text("")
+    sheet.write_bytes(b"PK\x03\x04 no text")
+    bad = [old, short, empty, sheet]
+    code, out, err = predict(capsys, folder, old, good, *bad[1:])
+    assert (code, len(read_csv(out))) == (0, 2)
+    reasons = [
+        f"{old}: none of the 2 rows is usable; the first: {old}: line 2: age 'old' is not a number",
+        f"{short}: no column 'cp'; the columns are age, sex",
+        f"{empty}: the file is empty; it needs the columns age, sex, cp",
+        f"{sheet}: an Excel workbook or zip archive; save the sheet as CSV in UTF-8",
+    ]
+    *lines, summary = err.splitlines()
+    for line, reason in zip(lines, reasons, strict=True):
+        assert line.startswith(f"skipped: {reason}")
+    assert summary == "2 predicted with the model of all silos; 4 bad ones skipped"
+    code, out, err = predict(capsys, folder, *bad)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"uefl: none of the 4 tables is usable; the first: {reasons[0]}")
+    code, out, err = predict(capsys, folder, short)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"uefl: {reasons[1]}")
+    (tmp_path / "none").mkdir()
+    code, out, err = predict(capsys, folder, tmp_path / "none")
+    assert (code, err) == (2, f"uefl: {tmp_path / 'none'}: no tables found; their names end in .csv or .tsv\n")

@@ -198,6 +198,40 @@ def test_a_column_that_is_half_text_needs_a_declaration(tmp_path: Path) -> None:
     assert len(read(path, categorical=("age",)).table.columns[0].levels) == 7
 
 
+@pytest.mark.parametrize(
+    "date", ["2023-05-{:02d}", "{:02d}/05/2023", "{}.5.23", "2023-05-{:02d}T08:30:00Z", "{} May 2023"]
+)
+def test_a_column_of_dates_is_named_as_such(tmp_path: Path, date: str) -> None:
+    """Few dates would pass as categories, many as names; a declared kind is not questioned."""
+    remedy = "set ignore=visit, or convert it to a number, such as the days since an event"
+    for days in (2, 28):
+        cells = [date.format(1 + i % days) for i in range(60)]
+        path = write_csv(tmp_path, ["visit,age,ill", *(f"{cell},{i},{i % 2}" for i, cell in enumerate(cells))])
+        with pytest.raises(InputError) as caught:
+            read(path, label="ill", silo="")
+        assert str(caught.value) == f"{path}: column 'visit' has 60 dates, such as '{cells[0]}'; {remedy}"
+    assert len(read(path, label="ill", silo="", ignore=("visit",)).y) == 60
+    assert len(read(path, label="ill", silo="", categorical=("visit",)).y) == 60
+    with pytest.raises(InputError, match=f"line 2: visit '{cells[0]}' is a date, not a number; {remedy}"):
+        read(path, label="ill", silo="", numeric=("visit",))
+
+
+@pytest.mark.parametrize(
+    ("cell", "is_ambiguous"),
+    [("1,234", True), ("1,234.5", False), ("1,234,567", False), ("1.234,5", False), ("1 234", False)],
+)
+def test_separated_thousands_are_named_as_such(tmp_path: Path, cell: str, is_ambiguous: bool) -> None:
+    """A comma before three digits may also be a decimal one."""
+    message = f"line 2: cost '{cell}' separates thousands; remove the separators from the file"
+    message += "; if it is a decimal comma, set decimal_comma=true" if is_ambiguous else ""
+    for fraction in (2, 10):  # half of the cells, or a few of them
+        cells = [f'"{cell}"' if i % fraction == 0 else "999" for i in range(20)]
+        path = write_csv(tmp_path, ["cost,ill", *(f"{text},{i % 2}" for i, text in enumerate(cells))])
+        with pytest.raises(InputError) as caught:
+            read(path, label="ill", silo="")
+        assert str(caught.value) == f"{path}: {message}"
+
+
 def test_a_column_of_names_needs_a_declaration(tmp_path: Path) -> None:
     rows = [f"{name},{r}" for name, r in zip([f"patient {i}" for i in range(60)], ROWS * 5)]
     path = write_csv(tmp_path, [f"who,{HEADER}", *rows])

@@ -138,6 +138,37 @@ def test_a_lost_summary_is_written_again_from_the_records(photos: str, tmp_path:
     assert (folder.summary_path.read_bytes(), folder.model_path.stat().st_mtime_ns) == (summary, model)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("truncated", "is damaged (it has 3 complete lines, but the run finished with 6); "),
+        ("missing", "is missing, though the run is finished; "),
+        ("changed", "is damaged (it has changed since the run finished); "),
+        ("bad line", "is damaged in line 1 (Expecting"),
+    ],
+)
+def test_damaged_records_of_a_finished_run_are_noticed(kind: str, reason: str, whole: RunFolder, photos: str) -> None:
+    path, contents = whole.records_path, whole.records_path.read_bytes()
+    command, root = make_command(photos, whole.path.parent), whole.path.parent
+    try:
+        if kind == "missing":
+            path.unlink()
+        elif kind == "truncated":
+            path.write_bytes(b"\n".join(contents.split(b"\n")[:3]) + b'\n{"round": 4')
+        elif kind == "changed":
+            path.write_bytes(contents.replace(b'"round": 1,', b'"round": 2,', 1))
+        else:
+            path.write_bytes(b"{" + contents)
+        message = f"{path} {reason}"
+        for arguments in (command, ["show", str(whole.path)]):
+            assert call_with_mistake(*arguments).startswith(message)
+        several = call_cli("show", *map(str, root.iterdir()), str(root))
+        assert (several.code, message in several.stdout) == (0, True), several.stderr
+    finally:
+        path.write_bytes(contents)
+    assert "already finished" in call_cli(*command).stdout
+
+
 def test_show_prints_finished_runs_and_the_state_of_the_others(
     photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

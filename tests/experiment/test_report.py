@@ -202,7 +202,8 @@ def test_metrics_of_two_classes_fit_into_80_columns_with_every_silo_and_interval
     assert max(map(len, (line for line in text.splitlines() if line.startswith(("│", "┃"))))) <= 80
     for silo in silos:
         assert text.count(f"│ {silo} ") >= 3, "in one table per run, and in the table of intervals"
-    assert text.count("0.50–0.88") == 3 * 2 * len(silos)
+    assert text.count("0.50–0.88") == 3 * 2 * (len(silos) + 1), "each silo, and the worst one"
+    assert text.count("│ worst silo") == 2 * 2, "in both tables of each run"
 
 
 def test_the_quality_of_uncertainty_has_a_table_of_its_own_that_fits_80_columns(tmp_path):

@@ -50,6 +50,15 @@ def test_the_silo_with_the_smallest_distance_is_chosen(extended):
     )
 
 
+def test_the_choice_leaves_the_uncertainty_of_the_chosen_silo_as_it_is(extended):
+    """The draws are addressed by the silo, whether the user or its inputs chose it."""
+    named = {silo.name: extended.model(silo.name).predict(SILOS[1].test.x) for silo in SILOS}
+    choice = choose_silo(extended.models, SILOS[1].test.x)
+    chosen = extended.models.build(choice.silo_name).predict(SILOS[1].test.x)
+    for one, other in zip(named[choice.silo_name].uncertainty, chosen.uncertainty, strict=True):
+        assert one.tolist() == other.tolist()
+
+
 def test_inputs_that_no_silo_has_are_named(extended):
     choice = choose_silo(extended.models, torch.randn(200, 1, 8, 8, generator=torch.Generator().manual_seed(0)))
     assert not choice.fits

@@ -5,8 +5,18 @@ from pathlib import Path
 import pytest
 from harness import call_cli, call_with_mistake, list_photo_names, write_photos
 
+from uefl.experiment.run_folder import RunFolder
+
 SITES = ("site-a", "site-b", "site-c")
 TINY = ["depth=1", "width=4", "hidden_size=16", "rounds=2", "iterations=1", "epochs=1", "batch_size=4", "mc_samples=2"]
+
+
+def find_table(lines: list[str], headings: list[str]) -> tuple[int, list[list[str]]]:
+    """Return the line of a table's headings and the cells below it."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    start = cells.index(headings)
+    end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
+    return start, cells[start + 2 : end]
 
 
 @pytest.fixture
@@ -21,8 +31,8 @@ def test_every_site_is_left_out_in_turn_and_stands_in_one_table(arguments: list[
     assert answer.code == 0, answer.stderr
     assert len(list((tmp_path / "runs").glob("fedavg-folder-*"))) == 3
     lines = answer.stdout.splitlines()
-    start = lines.index("| held out; mean of last 2 rounds | fedavg mA | fedavg mE |")
-    rows = [line.strip("| ").split(" | ") for line in lines[start + 2 : start + 6]]
+    start, rows = find_table(lines, ["held out", "mA", "mE", "mAUROC", "mAUPRC", "mSens"])
+    assert lines[start - 2] == "Test examples of the silo that is held out, mean of last 2 rounds:"
     assert [row[0] for row in rows] == [*SITES, "mean"]
     assert float(rows[3][1]) == pytest.approx(sum(float(row[1]) for row in rows[:3]) / 3, abs=1e-3)
     (folder,) = (tmp_path / "runs").glob("compare-*")
@@ -39,3 +49,31 @@ def test_a_site_that_does_not_exist_is_named_with_those_that_do(arguments: list[
     assert message == "unknown target 'site-x'; known: site-a, site-b, site-c, all (`uefl run` and `compare`)"
     message = call_with_mistake("compare", "fedavg", *arguments, "target=all", "--seeds", "0,1")
     assert message == "use either target=all or --seeds 0,1, not both"
+
+
+def test_the_table_of_two_classes_has_clinical_metrics_with_intervals_and_names_results_at_chance(
+    tmp_path: Path,
+) -> None:
+    """Real patients of four hospitals: almost all of Switzerland are ill, so guessing is hard to beat there."""
+    tiny = ["width=8", "hidden_size=8", "rounds=1", "iterations=1", "epochs=1", "mc_samples=2", "lr=1e-6"]
+    rule = ["partitioner=leave-one-domain-out", "target=all"]
+    answer = call_cli("compare", "fedavg", "fedprox", "heart", *rule, *tiny, "--out", str(tmp_path), "--workers", "1")
+    assert answer.code == 0, answer.stderr
+    lines, labels = answer.stdout.splitlines(), ["mAUROC", "mAUPRC", "mSens"]
+    start, rows = find_table(lines, ["held out", "mA", "mE", *labels])
+    assert max(map(len, lines[start : start + len(rows) + 2])) <= 80
+    names, methods = (
+        ["Cleveland", "Hungary", "Switzerland", "VA Long Beach"],
+        ["fedavg", "fedprox", "fedavg, no layer norm"],
+    )
+    assert [row[0] for row in rows] == [text for name in [*names, "mean"] for text in (f"**{name}**", *methods)]
+    _, intervals = find_table(lines, ["95 % intervals", *labels])
+    for path in tmp_path.glob("fedprox-heart-*"):
+        target = RunFolder(path).read_header()["experiment"]["data"]["target"]
+        pooled, position = RunFolder(path).read_summary()["last"]["all_silos"], 4 * names.index(target) + 2
+        for i, name in enumerate(("auroc", "auprc", "sensitivity")):
+            assert rows[position][3 + i] == f"{pooled[name]:.3f}"
+            assert intervals[position][1 + i] == f"{pooled[f'{name}_low']:.2f}–{pooled[f'{name}_high']:.2f}"
+    assert "AUROC, AUPRC and sensitivity are about class 'positive'; the other class is 'negative'" in lines
+    (line,) = [line for line in lines if line.startswith("fedprox, without Switzerland: mean accuracy 0.")]
+    assert "not above chance level (0." in line

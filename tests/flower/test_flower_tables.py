@@ -118,6 +118,31 @@ def test_levels_that_are_not_declared_are_named(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("positive", "found"), [("ill", "negative"), ("above:9", "negative"), ("above:-1", "positive")]
+)
+def test_a_positive_class_that_divides_the_rows_of_no_silo_is_one_line(tmp_path, positive, found):
+    with pytest.raises(InputError) as caught:
+        open_engine(write_hospitals(tmp_path), make_deployed_experiment(positive=(positive,)))
+    assert str(caught.value) == (
+        f"positive={positive} makes every row of every silo {found}; set it to values of the label that some silo has"
+    )
+
+
+def test_a_silo_without_the_positive_class_takes_part(tmp_path):
+    """Almost all patients of Switzerland are ill; those who are not are removed."""
+    grid = write_hospitals(tmp_path)
+    path = tmp_path / "Switzerland" / "data" / "patients.csv"
+    header, *rows = path.read_text().splitlines()
+    path.write_text("\n".join([header, *(row for row in rows if not row.endswith(",0"))]))
+    engine = open_engine(grid, make_deployed_experiment())
+    assert engine.class_names == ("negative", "positive")
+    assert {info.name: info.classes for info in engine.silo_infos}["Switzerland"] == ("positive",)
+    assert set(engine.num_examples) == set(HOSPITALS)
+    _, records = run_rounds(engine, make_deployed_experiment())
+    assert records[-1]["silos"]["Switzerland"]["num_examples"] > 0
+
+
 def test_a_silo_with_other_columns_is_left_out_by_name(tmp_path):
     events: list[str] = []
     experiment = make_deployed_experiment(numeric=tuple(n for n in HEART_TABLE.numeric if n != "oldpeak"))

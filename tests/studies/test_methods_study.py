@@ -174,6 +174,17 @@ def test_runs_leave_one_record_each_are_not_run_twice_and_stop_at_the_time_limit
     assert len(read_records(path)) == 2
 
 
+def test_two_setups_share_a_run_and_both_have_its_record(tmp_path):
+    messages: list[str] = []
+    runs = [StudyRun(setup, FEDAVG, 0, make_small_experiment()) for setup in ("rotated", "rotated-personal")]
+    resources = StudyResources("cpu", "serial", tmp_path / "runs", time.time() + 600, 2)
+    assert run_parallel(runs, resources, tmp_path / "records.jsonl", messages.append) == 0, messages
+    one, other = read_records(tmp_path / "records.jsonl")
+    assert [one.pop("setup"), other.pop("setup")] == ["rotated", "rotated-personal"]
+    assert one == {**other, "workers": one["workers"]}
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     good = StudyRun("rotated", FEDAVG, 0, make_small_experiment())
     bad = good._replace(

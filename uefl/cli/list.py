@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from uefl.core.registry import Registry
 
-PIPE_WIDTH = 160  # of a pipe or a file, which have no width of their own
+MIN_TABLE_WIDTH = 120  # a narrower terminal shows the meaning of a setting below it
 METHOD_VARIANTS = {  # baselines of the paper that are a method with other settings
     "fedavg ensemble_size=5": "Deep ensemble of five networks instead of dropout (Lakshminarayanan et al., 2017)",
     "fedavg dropout=0 evaluate_train=true epochs=8 schedule=cosine": (
@@ -52,10 +52,7 @@ def list_topic(
     """
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, PIPE_WIDTH)
-    print_topic(topic, console, data)
+    print_topic(topic, Console(), data)  # a pipe has 80 columns, or those of the variable COLUMNS
 
 
 def print_topic(topic: str, console: Console, data: str = "") -> None:
@@ -109,15 +106,32 @@ def _print_settings(method_name: str, data: str, console: Console) -> None:
 
     console.print(f"Settings of {method_name} on {data}. Change any of them as field=value, or as")
     console.print("group.field=value where two groups have a field of that name.\n")
+    groups = describe_settings(make_experiment(method_name, data))
+    if console.width < MIN_TABLE_WIDTH:
+        _print_narrow_settings(groups, console)
+        return
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("field", no_wrap=True)
     for heading, width in (("default", 13), ("type", 20), ("meaning", None)):
         table.add_column(heading, overflow="fold", max_width=width)
-    for group, rows in describe_settings(make_experiment(method_name, data)).items():
+    for group, rows in groups.items():
         table.add_row(f"[bold]{group or 'experiment'}[/bold]")
         for name, *cells in rows:
             table.add_row(f"  {name}", *(Text(cell) for cell in cells))
     console.print(table)
+
+
+def _print_narrow_settings(groups: Mapping[str, Sequence[tuple[str, str, str, str]]], console: Console) -> None:
+    """Print every setting above its meaning, where a column for the meaning would have a few characters only."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    for group, rows in groups.items():
+        console.print(f"[bold]{group or 'experiment'}[/bold]")
+        for name, default, type_, meaning in rows:
+            assignment = f"{name}={default.replace(', ', ',')}"  # as it is typed
+            console.print(Padding(Text(f"{assignment}  ({type_})"), (0, 0, 0, 2), expand=False))
+            console.print(Padding(Text(meaning), (0, 0, 0, 6), expand=False))
 
 
 def describe_settings(settings: Any) -> dict[str, list[tuple[str, str, str, str]]]:

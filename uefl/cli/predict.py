@@ -28,7 +28,7 @@ def predict(
         list[Path],
         typer.Argument(
             metavar="INPUT...",
-            help="Images, folders, zip archives, CSV files with a column `path`, or CSV files of tables.",
+            help="Images or CSV tables, folders and zip archives of them, or CSV lists of images (column `path`).",
         ),
     ],
     silo: Annotated[
@@ -53,8 +53,9 @@ def predict(
     """Predict the classes of new images, or of new rows of a table.
 
     Writes one row per image or row: file (and line), label, probability, predictive entropy
-    and mutual information (both in nats). Images that cannot be read are
-    named and skipped. All inputs of one command use the same model.
+    and mutual information (both in nats). Images, rows and tables that cannot
+    be used are named, counted and skipped; the exit code is 2 if nothing is
+    left, else 0. All inputs of one command use the same model.
 
     \b
     Examples:
@@ -70,7 +71,7 @@ def predict(
     import torch
 
     from uefl.data.readers.context import ReadContext
-    from uefl.data.readers.unlabeled_files import list_unlabeled_files
+    from uefl.data.readers.unlabeled_files import list_table_files, list_unlabeled_files
     from uefl.engines.choosing import check_device
     from uefl.experiment.loading import open_models
     from uefl.experiment.prediction_rows import (
@@ -92,7 +93,7 @@ def predict(
     if silo and silo != AUTO:
         models.check_silo(silo)
     if input_format.table:
-        table_rows = read_table_inputs(inputs, input_format, context)
+        table_rows = read_table_inputs(list_table_files(inputs, context), input_format, context)
         silo = _choose_silo(models, table_rows.probes, device) if silo == AUTO else silo
         model = models.build(silo, device)
         rows = predict_table_rows(model, table_rows, context, mc_samples=samples, seed=seed)
@@ -122,11 +123,13 @@ def _choose_silo(models: SiloModels, probes: Tensor, device: str) -> str:
 
 def _report(context: ReadContext, count: int, owner: str, out: Path | None) -> None:
     """Name what was skipped and count what was predicted, beside the output."""
+    from uefl.data.readers.context import sanitize_line
+
     skipped = context.skipped_messages
     for note, number in sorted(context.note_counts.items()):
         typer.echo(f"{number} {note}", err=True)
     for line in skipped:
-        typer.echo(f"skipped: {line}", err=True)
+        typer.echo(f"skipped: {sanitize_line(line)}", err=True)
     if not count:
         raise no_usable_image(context)
     bad = f"; {len(skipped)} bad {'one' if len(skipped) == 1 else 'ones'} skipped" if skipped else ""

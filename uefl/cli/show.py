@@ -76,6 +76,7 @@ def sort_runs(paths: Sequence[Path]) -> tuple[dict[str, dict[str, Path]], list[s
             if not folder.is_finished:
                 states.append(describe_unfinished(folder, header))
                 continue
+            folder.read_records()  # or an error that they are damaged
             silos = len(folder.read_summary()["last"]["silos"])
         except InputError as e:
             if len(paths) == 1:
@@ -93,9 +94,7 @@ def sort_runs(paths: Sequence[Path]) -> tuple[dict[str, dict[str, Path]], list[s
 
 def describe_unfinished(folder: RunFolder, header: Mapping[str, Any]) -> str:
     """Describe how far an unfinished run is, and whether a process works on it."""
-    from uefl.experiment.records import read_records
-
-    rounds = max((record["round"] for record in read_records(folder.records_path)), default=0)
+    rounds = max((record["round"] for record in folder.read_records()), default=0)
     state = "running" if folder.is_in_use else "unfinished; run the original command again to resume it"
     return f"{folder.path}: {rounds} of {header['total_rounds']} rounds, {state}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import zip_longest
@@ -22,6 +23,13 @@ MISSING_TEXTS = frozenset({"", "?", "-", ".", "na", "n/a", "#n/a", "nan", "null"
 BOOLEAN_WORDS = {"true": 1.0, "false": 0.0, "yes": 1.0, "no": 0.0, "t": 1.0, "f": 0.0, "y": 1.0, "n": 0.0}
 BOOLEAN_TEXTS = {**BOOLEAN_WORDS, "1": 1.0, "0": 0.0, "1.0": 1.0, "0.0": 0.0}
 MAX_NUMBER = 1e15  # a cell with a larger number is invalid; squares of these add up in double precision
+_THOUSANDS = re.compile(
+    r"[+-]?\d{1,3}(?:(?:,\d{3})+(?:\.\d+)?|(?:\.\d{3})+,\d+|(?:[ '’\u00a0\u202f]\d{3})+(?:[.,]\d+)?)"
+)
+_DAY = (
+    r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](?:\d{4}|\d{2})|\d{1,2}[- ][A-Za-z]{3,9}[- ](?:\d{4}|\d{2})"
+)
+_DATE = re.compile(rf"(?:{_DAY})(?:[T ]\d{{1,2}}:\d{{2}}(?::\d{{2}}(?:\.\d+)?)?(?:Z|[+-]\d{{2}}:?\d{{2}})?)?", re.ASCII)
 MIN_RELATIVE_STD = 1e-6  # of the mean: sums of squares do not resolve a smaller deviation
 
 
@@ -160,10 +168,31 @@ def parse_number(text: str, *, decimal_comma: bool = False) -> float | None:
     return number if abs(number) <= MAX_NUMBER else None
 
 
+def has_thousands_separators(text: str) -> bool:
+    """Return whether a text is a number whose thousands are separated, such as 1,234.5, 1.234,5 or 1 234."""
+    return bool(_THOUSANDS.fullmatch(text))
+
+
+def is_date(text: str) -> bool:
+    """Return whether a text is a date, perhaps with a time."""
+    return bool(_DATE.fullmatch(text))
+
+
+def describe_date_remedy(column: str) -> str:
+    """Return what to do with a column of dates."""
+    return f"set ignore={column}, or convert it to a number, such as the days since an event"
+
+
 def describe_bad_number(column: str, text: str) -> str:
     """Return what is wrong with a text that should be a number, and the remedy."""
-    if parse_number(text, decimal_comma=True) is not None:
+    has_decimal_comma = parse_number(text, decimal_comma=True) is not None
+    if has_thousands_separators(text):
+        other = "; if it is a decimal comma, set decimal_comma=true" if has_decimal_comma else ""
+        return f"separates thousands; remove the separators from the file{other}"
+    if has_decimal_comma:
         return "has a decimal comma; set decimal_comma=true"
+    if is_date(text):
+        return f"is a date, not a number; {describe_date_remedy(column)}"
     return f"is not a number; set missing.{column}={text} if it means missing, or categorical={column}"
 
 

@@ -21,7 +21,6 @@ from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import ensure_writable_folder, write_text
 from uefl.experiment.parallel_runs import choose_workers, run_in_parallel
 from uefl.experiment.progress import ProgressDisplay
-from uefl.experiment.records import read_records
 from uefl.experiment.report import print_runs
 from uefl.experiment.run import run
 from uefl.experiment.run_folder import RunFolder
@@ -109,7 +108,7 @@ def print_results(folders: Mapping[str, Path], out: Path, console: Console) -> N
     comparison = create_comparison_folder(folders, out)
     figure = comparison / RunFolder.FIGURE_FILE
     if not figure.exists():
-        plot_curves({name: read_records(RunFolder(path).records_path) for name, path in folders.items()}, figure)
+        plot_curves({name: RunFolder(path).read_records() for name, path in folders.items()}, figure)
         runs = {name: path.name for name, path in folders.items()}
         contents = {"command": shlex.join(["uefl", *sys.argv[1:]]), "runs": runs}
         write_text(comparison / COMPARISON_FILE, json.dumps(contents, indent=1) + "\n")

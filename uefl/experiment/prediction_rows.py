@@ -16,7 +16,7 @@ from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import iterate_batch_slices
 from uefl.data.input_format import InputFormat
 from uefl.data.readers.context import ReadContext
-from uefl.data.readers.table import read_table
+from uefl.data.readers.table import parse_table
 from uefl.data.readers.unlabeled_files import UnlabeledFile
 from uefl.data.table_format import TableFormat
 from uefl.experiment.files import make_temporary_path, replace_file
@@ -73,14 +73,22 @@ def predict_table_rows(
         yield from make_rows(rows.names[s], model.predict_batch(rows.x[s], i, mc_samples, seed))
 
 
-def read_table_inputs(paths: Sequence[Path], input_format: InputFormat, context: ReadContext) -> TableInputs:
-    """Read the rows of CSV files in the format of the training rows; `context` collects a line for each bad row."""
-    table, names, pieces = TableFormat.from_json(input_format.table), [], []
-    for path in paths:
-        rows = read_table(path, table)
-        names += [f"{path}:{line}" for line in rows.lines]
+def read_table_inputs(files: Sequence[UnlabeledFile], input_format: InputFormat, context: ReadContext) -> TableInputs:
+    """Read CSV files in the format of the training rows; `context` collects a line for each bad row and bad file."""
+    table, names, pieces, errors = TableFormat.from_json(input_format.table), [], [], []
+    for file in context.track_progress(files, "reading", len(files)):
+        try:
+            rows = parse_table(file.name, file.read(), table)
+        except InputError as e:
+            errors.append(str(e))
+            continue
+        names += [f"{file.name}:{line}" for line in rows.lines]
         pieces.append(rows.x)
         context.skipped_messages += rows.skipped
+    if not pieces:
+        several = f"none of the {len(errors)} tables is usable; the first: " if len(errors) > 1 else ""
+        raise InputError(f"{several}{errors[0]}")
+    context.skipped_messages += errors
     return TableInputs(names, input_format.convert(torch.cat(pieces)))
 
 

@@ -13,13 +13,14 @@ from rich.table import Table
 from uefl.core.metrics import (
     QUALITY_METRICS,
     TWO_CLASS_METRICS,
+    Metric,
     describe_means,
     describe_quality_columns,
     find_worst,
     select_table_metrics,
 )
 from uefl.experiment.chance import describe_chance, is_at_chance, mean_accuracy
-from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds, read_records
+from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds
 from uefl.experiment.run_folder import RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
@@ -48,8 +49,8 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     console.print(f"Test examples, {rounds}", style="italic")
     for group in group_runs_by_width(runs, console, make_comparison_table):
         console.print(make_comparison_table(group))
-    two_classes = any(map(_has_two_classes, summaries))
-    means = describe_means(with_codebook=any(map(_has_codebook, summaries)), two_classes=two_classes)
+    two_classes = any(map(has_two_classes, summaries))
+    means = describe_means(with_codebook=any(map(has_codewords, summaries)), two_classes=two_classes)
     console.print(means, soft_wrap=True)
     if any(_has_quality(summary) for summary in summaries):
         console.print(make_quality_table(runs))
@@ -100,8 +101,8 @@ def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_A
             table.add_row(silo_name, *_format_cells([s["silos"].get(silo_name, {}) for s in summaries], summaries))
         rows = [summary["domains"].get(domain, {}) for summary in summaries]
         table.add_row(*_make_bold(domain, *_format_cells(rows, summaries)), end_section=True)
-    has_codebook = any(map(_has_codebook, summaries))
-    two_classes = any(map(_has_two_classes, summaries))
+    has_codebook = any(map(has_codewords, summaries))
+    two_classes = any(map(has_two_classes, summaries))
     if two_classes:
         cells = _format_cells([_find_worst_values(s) for s in summaries], summaries)
         table.add_row("worst silo", *cells, end_section=True)
@@ -137,21 +138,21 @@ def _read_summaries(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGA
 
 
 def _list_columns(summary: Summary) -> list[Column]:
-    has_codebook = _has_codebook(summary)
-    metrics = select_table_metrics(with_codebook=has_codebook, two_classes=_has_two_classes(summary))
+    has_codebook = has_codewords(summary)
+    metrics = select_table_metrics(with_codebook=has_codebook, two_classes=has_two_classes(summary))
     columns = [Column(metric.name, metric.column, metric.digits) for metric in metrics]
     return columns + [Column("num_codewords", "codewords", 0)] * has_codebook
 
 
 def _mean_over_silos(summary: Summary) -> dict[str, float]:
     """Return the means over silos by metric, and the largest number of codewords."""
-    metrics = select_table_metrics(with_codebook=True, two_classes=_has_two_classes(summary))
+    metrics = select_table_metrics(with_codebook=True, two_classes=has_two_classes(summary))
     means = {metric.name: summary[metric.label] for metric in metrics if metric.label in summary}
     return {**means, "num_codewords": _max_codewords(summary)}
 
 
 def make_interval_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
-    """Make a table of the metrics of two classes with their intervals: per silo, and for all test examples together."""
+    """Make a table of the intervals of the metrics of two classes: per silo, worst silo, all test examples together."""
     summaries = _read_summaries(runs, aggregation)
     title = "95 % intervals" if len(runs) > 1 else f"95 % intervals, {next(iter(runs))}"
     table = Table(title=title, title_justify="left")
@@ -160,9 +161,10 @@ def make_interval_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGG
     for name, _, metric in columns:
         table.add_column(_make_heading(name, metric.column, runs), justify="right", no_wrap=True)
     for silo in summaries[0]["silos"]:
-        table.add_row(silo, *(_format_interval(s["silos"].get(silo, {}), m.name) for _, s, m in columns))
+        table.add_row(silo, *(format_interval(s["silos"].get(silo, {}), m.name) for _, s, m in columns))
+    table.add_row("worst silo", *(format_interval(_find_worst_row(s, m), m.name) for _, s, m in columns))
     table.add_section()
-    pooled = [_format_interval(s.get("all_silos", {}), m.name) for _, s, m in columns]
+    pooled = [format_interval(s.get("all_silos", {}), m.name) for _, s, m in columns]
     table.add_row(*_make_bold("all silos together", *pooled))
     return table
 
@@ -188,7 +190,8 @@ def _has_quality(summary: Summary) -> bool:
     return any(metric.label in summary for metric in QUALITY_METRICS)
 
 
-def _format_interval(row: Mapping[str, float], name: str) -> str:
+def format_interval(row: Mapping[str, float], name: str) -> str:
+    """Format the interval of a metric of two classes, or a dash if a row has none."""
     if f"{name}_low" not in row:
         return "–"
     return f"{row[f'{name}_low']:.2f}–{row[f'{name}_high']:.2f}"
@@ -197,15 +200,23 @@ def _format_interval(row: Mapping[str, float], name: str) -> str:
 def _find_worst_values(summary: Summary) -> dict[str, float]:
     """Return the worst value over silos of every metric that has a better direction."""
     metrics = select_table_metrics(with_codebook=False, two_classes=True)
-    worst = {metric.name: find_worst(summary["silos"], metric) for metric in metrics if metric.better}
-    return {name: summary["silos"][silo][name] for name, silo in worst.items() if silo}
+    rows = {metric.name: _find_worst_row(summary, metric) for metric in metrics if metric.better}
+    return {name: row[name] for name, row in rows.items() if row}
 
 
-def _has_two_classes(summary: Summary) -> bool:
+def _find_worst_row(summary: Summary, metric: Metric) -> Mapping[str, float]:
+    """Return the metrics of the silo with the worst value of a metric."""
+    row: Mapping[str, float] = summary["silos"].get(find_worst(summary["silos"], metric), {})
+    return row
+
+
+def has_two_classes(summary: Summary) -> bool:
+    """Return whether a run has the metrics of two classes."""
     return any(metric.label in summary for metric in TWO_CLASS_METRICS)
 
 
-def _has_codebook(summary: Summary) -> bool:
+def has_codewords(summary: Summary) -> bool:
+    """Return whether a silo of a run has codewords."""
     return _max_codewords(summary) > 0
 
 
@@ -244,7 +255,7 @@ def describe_extensions(runs: Mapping[str, Path]) -> list[str]:
 def _list_untrained_rounds(folder: Path) -> set[int]:
     """Return the rounds after which the model was at chance level."""
     header = RunFolder(folder).read_header()
-    records = read_records(RunFolder(folder).records_path)
+    records = RunFolder(folder).read_records()
     return {record["round"] for record in records if is_at_chance(mean_accuracy(record), header)}
 
 
@@ -262,7 +273,7 @@ def describe_lost_rounds(runs: Mapping[str, Path]) -> list[str]:
     """Describe runs in which every reply of a round was rejected."""
     lines = []
     for name, folder in runs.items():
-        records = read_records(RunFolder(folder).records_path)
+        records = RunFolder(folder).read_records()
         lost = [r["round"] for r in records if r["silos"] and all("rejected" in s for s in _list_replies(r))]
         if lost:
             lines.append(

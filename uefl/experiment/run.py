@@ -211,7 +211,7 @@ def run_with_clients(
     explain_errors = explain_disk_errors if context.engine == "flower" else explain_write_errors
     with explain_errors(root), folder.lock():
         if folder.is_finished or _recover_summary(folder):
-            folder.read_summary()  # or an error that it is damaged
+            folder.read_records()  # or an error that they or the summary are damaged
             engine = folder.read_header()["engine"]
             on_event({"kind": "finished", "folder": str(folder.path), "engine": engine})
             return folder.path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 from uefl.core.errors import InputError
 from uefl.experiment.files import write_text
+from uefl.experiment.records import Record, read_records
 
+RECORDS_CHECKSUM_KEY = "records_checksum"  # of the summary: CRC-32 of the records when the run finished
 RESULTS_VERSION_KEY = "results_version"
 _RESULTS_VERSION_KEY_0_1 = "results"
 _START_AGAIN = "move the run folder away to start again"
@@ -72,7 +75,29 @@ class RunFolder:
         return _read_json(self.summary_path)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, with a checksum of the records that it is computed from."""
+        if self.records_path.exists():
+            summary = {**summary, RECORDS_CHECKSUM_KEY: zlib.crc32(self.records_path.read_bytes())}
         write_text(self.summary_path, json.dumps(summary, indent=1) + "\n")
+
+    def read_records(self) -> list[Record]:
+        """Read the records; those of a finished run must be complete and as they were when it finished."""
+        if not self.is_finished:
+            return read_records(self.records_path)
+        summary = self.read_summary()
+        rest = f"the model and {self.SUMMARY_FILE} remain; restore it, or {_START_AGAIN}"
+        if not self.records_path.exists():
+            raise InputError(f"{self.records_path} is missing, though the run is finished; {rest}")
+        records = read_records(self.records_path)
+        if len(records) != summary.get("rounds", len(records)):
+            raise InputError(
+                f"{self.records_path} is damaged (it has {len(records)} complete lines, but the run finished with "
+                f"{summary['rounds']}); {rest}"
+            )
+        checksum = zlib.crc32(self.records_path.read_bytes())
+        if checksum != summary.get(RECORDS_CHECKSUM_KEY, checksum):  # earlier versions wrote none
+            raise InputError(f"{self.records_path} is damaged (it has changed since the run finished); {rest}")
+        return records
 
     def remove_header(self) -> None:
         """Remove a run that has no results yet."""

@@ -13,12 +13,19 @@ from typing import Any
 
 from rich.console import Console
 
-from uefl.core.metrics import QUALITY_METRICS, TABLE_METRICS, Metric, describe_labels, select_table_metrics
+from uefl.core.metrics import (
+    QUALITY_METRICS,
+    TABLE_METRICS,
+    TWO_CLASS_METRICS,
+    Metric,
+    describe_labels,
+    select_table_metrics,
+)
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, create_comparison_folder, run_experiments
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, NUM_LAST_ROUNDS, describe_rounds
-from uefl.experiment.report import describe_local_differences
+from uefl.experiment.report import describe_chance_level, describe_local_differences, describe_positive_classes
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 
 SEEDS_TABLE_FILE = "seeds.md"  # the table, in the folder of the comparison
@@ -34,7 +41,8 @@ def compare_seeds(
     folders = run_experiments(runs, out, resources, console)
     records = [summarize_run(name, folders[label]) for (name, _), label in labels.items()]
     local = {record["name"]: record["experiment"]["method"]["local"] for record in records}
-    table = format_seed_table(records) + "".join(f"\n{line}\n" for line in describe_local_differences(local))
+    lines = [*describe_positive_classes(folders), *describe_chance_level(folders), *describe_local_differences(local)]
+    table = format_seed_table(records) + "".join(f"\n{line}\n" for line in lines)
     folder = create_comparison_folder(folders, out)
     write_text(folder / SEEDS_RECORDS_FILE, "".join(json.dumps(record) + "\n" for record in records))
     write_text(folder / SEEDS_TABLE_FILE, f"`{shlex.join(['uefl', *sys.argv[1:]])}`\n\n{table}")
@@ -60,13 +68,15 @@ def summarize_run(name: str, folder: Path) -> dict[str, Any]:
 
 def _select_means(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the means over silos by label; a calibration error is left out where silos have too few examples."""
-    return {m.label: summary[m.label] for m in (*TABLE_METRICS, *QUALITY_METRICS) if m.label in summary}
+    metrics = (*TABLE_METRICS, *TWO_CLASS_METRICS, *QUALITY_METRICS)
+    return {m.label: summary[m.label] for m in metrics if m.label in summary}
 
 
 def _list_seed_metrics(records: Sequence[Mapping[str, Any]]) -> list[Metric]:
-    """Return the metrics of the table of seeds: those of every table, and the quality that every run has."""
-    quality = [m for m in QUALITY_METRICS if all(m.label in record[DEFAULT_AGGREGATION] for record in records)]
-    return [*TABLE_METRICS, *quality]
+    """Return the metrics of the table of seeds: those of all tables, and those of two classes and quality, if known."""
+    optional = (*TWO_CLASS_METRICS, *QUALITY_METRICS)
+    common = [m for m in optional if all(m.label in record[DEFAULT_AGGREGATION] for record in records)]
+    return [*TABLE_METRICS, *common]
 
 
 def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:

@@ -21,6 +21,7 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import ServerState, Tensors, gather_accessible_rows
 from uefl.data.input_format import InputFormat
+from uefl.data.partitioners.leave_one_domain_out import HELD_OUT_SUFFIX
 from uefl.engines.serial import copy_into_network
 from uefl.experiment.checkpoint import NamedTensors, load_tensors, save_tensors
 from uefl.experiment.run_folder import RunFolder, check_results_format
@@ -188,22 +189,35 @@ class SiloModels:
         )
 
     def check_silo(self, silo_name: str) -> None:
-        """Raise an error that names the silos unless one has this name."""
+        """Raise an error that names the silos unless one has this name and a model."""
+        if any(silo_name in (name, name.removesuffix(HELD_OUT_SUFFIX)) for name in self._list_left_out()):
+            shared = "" if self.personal_names else ", or no silo for what all silos share"
+            raise InputError(
+                f"silo '{silo_name}' was left out of training, so it has no model of its own; use `--silo auto` for "
+                f"the silo that fits the inputs best{shared}"
+            )
         if silo_name not in self.description.silo_names:
-            raise unknown_value_error("silo", silo_name, self.description.silo_names)
+            raise unknown_value_error("silo", silo_name, self.list_trained())
+
+    def list_trained(self) -> list[str]:
+        """Return the silos that have a model: those with training data."""
+        left_out = self._list_left_out()
+        return [name for name in self.description.silo_names if name not in left_out]
+
+    def _list_left_out(self) -> list[str]:
+        """Return the silos without training data; with target_access=all, they have a model nevertheless (D15)."""
+        codebook = self.method.codebook
+        if self.description.owner or (codebook is not None and codebook.target_access == "all"):
+            return []
+        untrained = [name for name, facts in self.description.silos.items() if not facts.num_examples]
+        return [name for name in untrained if name.endswith(HELD_OUT_SUFFIX)]  # `centralized` pools the data of others
 
     def _get_access_row(self, silo_name: str) -> Tensor:
         self.check_silo(silo_name)
         row = self.access[self.description.silo_names.index(silo_name)]
         codebook, facts = self.method.codebook, self.description.silos.get(silo_name, SiloFacts())
-        if self.description.owner or codebook is None or facts.num_examples or codebook.target_access == "shared":
-            return row
-        if codebook.target_access == "all":  # a silo without training data (D15)
-            return torch.ones_like(row)
-        raise InputError(
-            f"silo {silo_name} has no training data, and target_access={codebook.target_access} chooses its codewords "
-            "by its inputs; use the silo auto"
-        )
+        has_all = codebook is not None and codebook.target_access == "all" and not facts.num_examples
+        return torch.ones_like(row) if has_all and not self.description.owner else row  # D15
 
     def _get_shared_row(self) -> Tensor:
         if names := self.personal_names:
@@ -222,7 +236,7 @@ class SiloModels:
         return {name: tensors[name] for name in names}
 
     def _list_silos(self) -> str:
-        return ", ".join(self.description.silo_names)
+        return ", ".join(self.list_trained())
 
 
 def describe_method(method: FedAvg) -> tuple[str, dict[str, Any]]:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from flwr.serverapp import Grid
 
 from uefl.core.errors import ResumableError
+from uefl.data.readers.table import NEGATIVE, POSITIVE
 from uefl.experiment.experiment import DTYPES, Experiment
-from uefl.flower.data_format import DECIDED_BY_SILOS, DataFormat, agree_on_format, describe_format
+from uefl.flower.data_format import DECIDED_BY_SILOS, DataFormat, agree_on_format, check_positive, describe_format
 from uefl.flower.engine import FlowerEngine
 from uefl.flower.silo_registry import RoundPolicy, SiloInfo, SiloListener, SiloRegistry
 
@@ -33,6 +34,9 @@ def connect(
     """
     registry = SiloRegistry(grid, experiment.to_config(), policy or RoundPolicy(), on_silo_event)
     silo_infos = registry.wait_for_silos(num_silos, known_silos)
+    if positive := experiment.data.table.positive:
+        check_positive(silo_infos, positive)
+        data_format = data_format._replace(classes=data_format.classes or (NEGATIVE, POSITIVE))
     agreed, reasons = agree_on_format(silo_infos, data_format)
     silo_infos = leave_out_silos(silo_infos, reasons, registry.policy, num_silos)
     for text in (*reasons.values(), *([describe_format(agreed, data_format)] if reasons else [])):

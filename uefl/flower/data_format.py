@@ -55,6 +55,16 @@ def agree_on_format(silo_infos: Sequence[SiloInfo], configured: DataFormat) -> t
     return agreed, {name: reason for name, reason in reasons.items() if reason}
 
 
+def check_positive(silo_infos: Sequence[SiloInfo], positive: Sequence[str]) -> None:
+    """Raise an error if the setting `positive` divides the rows of no silo; a silo alone may have one class."""
+    found = {name for info in silo_infos for name in info.classes}
+    if positive and len(found) == 1:
+        raise InputError(
+            f"positive={','.join(positive)} makes every row of every silo {found.pop()}; set it to values of the label "
+            "that some silo has"
+        )
+
+
 def agree_on_table(silo_infos: Sequence[SiloInfo], configured: DataFormat) -> tuple[DataFormat, dict[str, str]]:
     """Return the columns that most silos have, scaled by their sums, and the reasons against other silos."""
     counts = Counter(info.table for info in silo_infos)

@@ -27,6 +27,7 @@ from uefl.data.partitioners.partition import (
 if TYPE_CHECKING:
     from uefl.data.config import DataConfig
 
+HELD_OUT_SUFFIX = "-held-out"  # of the silo of the target; silo names address random draws: keep it
 _IMAGES_PER_CLASS = 100  # as in Rotated MNIST of Ghifary et al. (ICCV 2015)
 
 
@@ -88,7 +89,7 @@ def _hold_out_target(config: DataConfig, domains: list[DomainIndices], seed: int
     num_validation = [round(len(domain.indices) * config.validation_fraction) for domain in domains]
     num_train = [len(domain.indices) - n for domain, n in zip(domains, num_validation)]
     num_silos = allocate_silos(num_train, sum(config.num_silos) or len(domains))
-    name = f"{target.silo.name}-held-out"  # silo names address random draws: keep the suffix
+    name = f"{target.silo.name}{HELD_OUT_SUFFIX}"
     num_target_validation = count_validation(len(target.indices), config.validation_fraction)
     validation, test = target.indices[:num_target_validation], target.indices[num_target_validation:]
     test = test[: config.test_per_silo or None]

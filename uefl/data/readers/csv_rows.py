@@ -28,7 +28,7 @@ class CsvRow(NamedTuple):
 class CsvTable(NamedTuple):
     """Columns and rows of a CSV file."""
 
-    path: Path
+    path: Path | str  # for messages
     columns: tuple[str, ...]
     rows: list[CsvRow]
 
@@ -36,7 +36,16 @@ class CsvTable(NamedTuple):
 def read_csv(path: Path, required: Sequence[str], context: ReadContext) -> CsvTable:
     """Read a CSV file, or the only one in a folder; its header is the first line that names the required columns."""
     path = find_csv_file(path)
-    text = _read_text(path)
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror}") from e
+    return parse_csv(path, data, required, context)
+
+
+def parse_csv(path: Path | str, data: bytes, required: Sequence[str], context: ReadContext) -> CsvTable:
+    """Parse the bytes of a CSV file, which may be a member of an archive; its path is for messages."""
+    text = _decode_text(path, data)
     if not text.strip():
         raise InputError(f"{path}: the file is empty; it needs the columns {', '.join(required)}")
     position, separator = _find_header(path, text, required)
@@ -74,11 +83,7 @@ def find_csv_file(path: Path) -> Path:
     return files[0]
 
 
-def _read_text(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-    except OSError as e:
-        raise InputError(f"{path}: {e.strerror}") from e
+def _decode_text(path: Path | str, data: bytes) -> str:
     if data.startswith(WORKBOOK_START):
         raise InputError(f"{path}: an Excel workbook or zip archive; save the sheet as CSV in UTF-8")
     try:
@@ -87,7 +92,7 @@ def _read_text(path: Path) -> str:
         raise InputError(f"{path}: not a CSV file in UTF-8 ({e.reason} at byte {e.start})") from e
 
 
-def _find_header(path: Path, text: str, required: Sequence[str]) -> tuple[int, str]:
+def _find_header(path: Path | str, text: str, required: Sequence[str]) -> tuple[int, str]:
     """Return the position of the header among the non-empty rows, and the separator with which it names all columns."""
     heads = {separator: _parse_rows(path, text, separator, NUM_HEADER_LINES) for separator in SEPARATORS}
     for position in range(NUM_HEADER_LINES):
@@ -101,7 +106,7 @@ def _find_header(path: Path, text: str, required: Sequence[str]) -> tuple[int, s
     raise InputError(f"{path}: no column '{missing}'; the columns are {', '.join(names[:NUM_LISTED])}{more}")
 
 
-def _parse_rows(path: Path, text: str, separator: str, limit: int | None = None) -> list[tuple[int, list[str]]]:
+def _parse_rows(path: Path | str, text: str, separator: str, limit: int | None = None) -> list[tuple[int, list[str]]]:
     """Return line numbers and cells of rows that are not empty."""
     reader, rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator), []
     try:
@@ -115,7 +120,7 @@ def _parse_rows(path: Path, text: str, separator: str, limit: int | None = None)
     return rows
 
 
-def _reject_repeated_names(path: Path, names: Iterable[str]) -> None:
+def _reject_repeated_names(path: Path | str, names: Iterable[str]) -> None:
     repeated = [name for name, count in Counter(names).items() if name and count > 1]
     if repeated:
         raise InputError(f"{path}: two columns are named '{repeated[0]}'")

@@ -15,12 +15,21 @@ from uefl.core.errors import InputError
 from uefl.data.images import Images
 from uefl.data.quality import check_images, join_names
 from uefl.data.readers.context import ReadContext, sanitize_line
-from uefl.data.readers.csv_rows import CsvRow, CsvTable, read_csv
+from uefl.data.readers.csv_rows import CsvRow, CsvTable, parse_csv, read_csv
 from uefl.data.readers.labeled_files import index_names
 from uefl.data.readers.manifest import SPLIT_NAMES
 from uefl.data.sources import Source
 from uefl.data.table_config import TableConfig, parse_column_values, parse_scale
-from uefl.data.table_format import BOOLEAN_WORDS, Column, Kind, TableFormat, parse_number
+from uefl.data.table_format import (
+    BOOLEAN_WORDS,
+    Column,
+    Kind,
+    TableFormat,
+    describe_date_remedy,
+    has_thousands_separators,
+    is_date,
+    parse_number,
+)
 
 MAX_LEVELS = 50  # of a column whose kind is guessed; more are rather names or free text
 MAX_CLASSES = 100
@@ -38,11 +47,24 @@ class TableRows(NamedTuple):
 def read_table(path: Path, table: TableFormat) -> TableRows:
     """Read new rows of a table in the format of the training rows, for a prediction; labels are not needed."""
     context = ReadContext(skip_bad=True)
-    csv_table = read_csv(path, [column.name for column in table.columns], context)
+    return _encode_rows(read_csv(path, _list_names(table), context), table, context)
+
+
+def parse_table(path: str, data: bytes, table: TableFormat) -> TableRows:
+    """Parse the bytes of a table as `read_table` does; its path is for messages."""
+    context = ReadContext(skip_bad=True)
+    return _encode_rows(parse_csv(path, data, _list_names(table), context), table, context)
+
+
+def _list_names(table: TableFormat) -> list[str]:
+    return [column.name for column in table.columns]
+
+
+def _encode_rows(csv_table: CsvTable, table: TableFormat, context: ReadContext) -> TableRows:
     values, rows = _parse_values(csv_table, csv_table.rows, table, context)
     skipped = [sanitize_line(message) for message in context.skipped_messages]
     if not rows:
-        raise InputError(f"{path}: none of the {len(csv_table.rows)} rows is usable; the first: {skipped[0]}")
+        raise InputError(f"{csv_table.path}: none of the {len(csv_table.rows)} rows is usable; the first: {skipped[0]}")
     return TableRows(table.encode(values), [row.line for row in rows], skipped)
 
 
@@ -111,14 +133,19 @@ def _get_declared_kind(name: str, config: TableConfig) -> Kind | None:
 
 
 def _guess_kind(name: str, texts: Counter[str], path: Path) -> Kind:
-    """Guess by the values: words for true and false, mostly numbers, or a few categories."""
-    num_numbers = sum(n for text, n in texts.items() if parse_number(text, decimal_comma=True) is not None)
+    """Guess by the values: words for true and false, mostly numbers, or a few categories; dates are neither."""
+    num_numbers = sum(n for text, n in texts.items() if _looks_numeric(text))
     num_others = sum(texts.values()) - num_numbers
     if texts and all(text.lower() in BOOLEAN_WORDS for text in texts):
         return "boolean"
     if num_numbers >= 2 * num_others:  # also without any value; the others are reported row by row
         return "numeric"
-    example = next(text for text in texts if parse_number(text, decimal_comma=True) is None)
+    example = next(text for text in texts if not _looks_numeric(text))
+    if (num_dates := sum(n for text, n in texts.items() if is_date(text))) > num_others / 2:
+        date = next(text for text in texts if is_date(text))
+        raise InputError(
+            f"{path}: column '{name}' has {num_dates} dates, such as '{date}'; {describe_date_remedy(name)}"
+        )
     if num_numbers and num_others:
         raise InputError(
             f"{path}: column '{name}' has {num_numbers} numbers and {num_others} texts, such as '{example}'; set "
@@ -130,6 +157,11 @@ def _guess_kind(name: str, texts: Counter[str], path: Path) -> Kind:
             f"categorical={name}"
         )
     return "categorical"
+
+
+def _looks_numeric(text: str) -> bool:
+    """Return whether a text is a number, perhaps with a decimal comma or separated thousands, which rows report."""
+    return parse_number(text, decimal_comma=True) is not None or has_thousands_separators(text)
 
 
 def _select_usable_rows(csv_table: CsvTable, config: TableConfig, group: str, context: ReadContext) -> list[CsvRow]:
@@ -179,9 +211,10 @@ def _make_labels(rows: Sequence[CsvRow], config: TableConfig, *, is_one_silo: bo
             f"label column '{config.label}' has only the value '{classes[0]}', but training needs two classes"
         )
     if config.positive:
-        if not is_one_silo:
-            _check_positive(classes, config)
         is_positive = torch.tensor([_is_positive(label, config) for label in classes])
+        if is_one_silo:  # it has the classes of its own rows, as without `positive`
+            return index_names([POSITIVE if p else NEGATIVE for p in is_positive[y].tolist()])
+        _check_positive(classes, config)
         return (NEGATIVE, POSITIVE), is_positive[y].long()
     if len(classes) > MAX_CLASSES:
         raise InputError(
