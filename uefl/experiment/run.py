@@ -219,12 +219,12 @@ def run_with_clients(
                 folder.remove_header()
             raise
         with opened as clients:
-            server = _run_rounds(experiment, clients, folder, on_event)
-            _write_results(folder, experiment, server, clients, context)
+            server = run_rounds(experiment, clients, folder, on_event)
+            write_results(folder, experiment, server, clients, context)
     return folder.path
 
 
-def _run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_event: Listener) -> ServerState:
+def run_rounds(experiment: Experiment, clients: Engine, folder: RunFolder, on_event: Listener) -> ServerState:
     """Run the remaining rounds; after each, write its records and then the checkpoint that follows them."""
     method, resumed = experiment.method, _resume(clients, folder, on_event)
     next_record = resumed.open_record.get("round", resumed.round + 1) if resumed else 1
@@ -324,7 +324,7 @@ def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext
     )
 
 
-def _write_results(
+def write_results(
     folder: RunFolder, experiment: Experiment, server: ServerState, clients: Engine, context: RunContext
 ) -> None:
     """Write model and figure, and last the summary, which marks the run as finished; the server's state is kept."""

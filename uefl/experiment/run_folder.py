@@ -12,6 +12,7 @@ from uefl.core.errors import InputError
 from uefl.experiment.files import write_text
 
 RESULTS_VERSION_KEY = "results_version"
+PARENT, JOINED = "parent", "joined"  # of the header of a run that a silo joined: the run before, and all that joined
 _RESULTS_VERSION_KEY_0_1 = "results"
 _START_AGAIN = "move the run folder away to start again"
 

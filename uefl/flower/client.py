@@ -23,6 +23,7 @@ from uefl.core.metrics import compute_metrics
 from uefl.core.paths import get_cache_folder
 from uefl.core.untrusted_text import escape_text
 from uefl.data.input_format import describe_source
+from uefl.data.own_silo import align_labels, scale_table
 from uefl.data.table_format import compute_sums
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment
@@ -30,7 +31,7 @@ from uefl.experiment.run_folder import RESULTS_VERSION_KEY
 from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels
 from uefl.flower.client_audit import AuditEntry, append_audit_entry
 from uefl.flower.client_state import ClientStateStore
-from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, align_labels, load_node_data, scale_table
+from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, load_node_data
 from uefl.flower.silo_errors import describe_error
 from uefl.flower.wire import (
     cast_from_half,
@@ -217,7 +218,7 @@ def _prepare_engine(request: Request, node_data: NodeData) -> tuple[SerialEngine
     payload, experiment, name = request.payload, request.experiment, node_data.silo.name
     if payload["silo"] != name:
         raise InputError(f"the message is addressed to silo {payload['silo']}, but this node is silo {name}")
-    silo = scale_table(align_labels(node_data, tuple(payload["classes"])), node_data, str(payload.get("table", "")))
+    silo = scale_table(node_data, align_labels(node_data, tuple(payload["classes"])), str(payload.get("table", "")))
     image_shape, local_shape = tuple(payload["image_shape"]), tuple(silo.test.x.shape[1:])
     if local_shape != image_shape:
         raise InputError(
