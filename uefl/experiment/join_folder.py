@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -151,38 +152,45 @@ def list_evaluations(result: JoinResult, settings: JoinSettings) -> dict[str, An
 def _write_fixed(
     folder: RunFolder, parent: Parent, silo: Silo, path: Path, settings: JoinSettings, result: JoinResult
 ) -> None:
-    """Write the files of the new run; the summary, which marks it as finished, comes last."""
-    header = _make_header(parent, silo, path, settings, result)
-    result.models.save(folder.model_path)
+    """Write the files of the new run."""
     if parent.folder.server_path.exists():
         server, client_states = load_checkpoint(parent.folder.server_path, "cpu")
         server, client_states = add_to_server(server, client_states, silo.name, result.own)
         save_checkpoint(folder.server_path, server, client_states)
-    run_records = _add_to_last_record(read_records(parent.folder.records_path), silo.name, result, parent.models)
+    row = result.models.access[result.models.description.silo_names.index(silo.name)]
+    evaluation = {
+        **result.after,
+        "num_codewords": int(row.sum()),
+        "is_uncertain": is_uncertain(parent.models, silo.name, result.shared),
+    }
+    header = make_header(parent, make_entry(silo, path, settings, result), silo.domain)
+    write_joined(folder, parent, result.models, header, evaluation)
+
+
+def write_joined(
+    folder: RunFolder, parent: Parent, models: SiloModels, header: dict[str, Any], evaluation: Mapping[str, Any]
+) -> None:
+    """Write model, records, figure and header of the new run; the summary, which marks it as finished, comes last."""
+    silo_name = header[JOINED][-1]["silo"]
+    models.save(folder.model_path)
+    run_records = _add_to_last_record(
+        read_records(parent.folder.records_path), silo_name, evaluation, models.access.shape[1]
+    )
     write_text(folder.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in run_records))
     from uefl.experiment.figures import plot_curves  # matplotlib is slow to import
 
-    plot_curves({f"{silo.name} joins {parent.folder.path.name}": run_records}, folder.figure_path)
+    plot_curves({f"{silo_name} joins {parent.folder.path.name}": run_records}, folder.figure_path)
     folder.write_header(header)
-    summary = summarize_records(run_records, header["domains"])
-    folder.write_summary({"seed": parent.experiment.seed, **summary})
+    folder.write_summary({"seed": parent.experiment.seed, **summarize_records(run_records, header["domains"])})
 
 
 def _add_to_last_record(
-    run_records: list[Record], silo_name: str, result: JoinResult, models: SiloModels
+    run_records: list[Record], silo_name: str, evaluation: Mapping[str, Any], total_codewords: int
 ) -> list[Record]:
     """Return the records of the run with the new silo in the last one; what the other silos have there stays."""
-    last = run_records[-1]
-    entry = {
-        **result.after,
-        "num_codewords": int(result.models.access[result.models.description.silo_names.index(silo_name)].sum()),
-        "is_uncertain": is_uncertain(models, silo_name, result.shared),
-        "joined": True,
-    }
-    silos = dict(sorted({**last["silos"], silo_name: entry}.items()))
-    total = int(result.models.access.shape[1])
-    last = {n: v for n, v in last.items() if n != "all_silos"}  # which would lack the new silo
-    return [*run_records[:-1], {**last, "silos": silos, "total_codewords": total}]
+    last = {n: v for n, v in run_records[-1].items() if n != "all_silos"}  # which would lack the new silo
+    silos = dict(sorted({**last["silos"], silo_name: {**evaluation, "joined": True}}.items()))
+    return [*run_records[:-1], {**last, "silos": silos, "total_codewords": total_codewords}]
 
 
 # --- others=train -----------------------------------------------------------------------------------------------------
@@ -208,7 +216,7 @@ def train_all(
         parent_records = read_records(parent.folder.records_path)
         write_text(folder.records_path, "".join(json.dumps(r, sort_keys=True) + "\n" for r in parent_records))
         save_checkpoint(folder.checkpoint_path, server, client_states)
-        folder.write_header(_make_header(parent, silo, path, settings, result, prepared))
+        folder.write_header(make_header(parent, make_entry(silo, path, settings, result), silo.domain, prepared))
     make_clients = ENGINES[prepared.context.engine]
     engine_settings = {**make_engine_settings(prepared), **make_engine_listeners(on_event)}
     clients = make_clients(prepared.silos, prepared.net, seed=prepared.experiment.seed, **engine_settings)
@@ -275,20 +283,13 @@ def _make_name(parent: Parent, silo: Silo, settings: JoinSettings) -> str:
     return f"{parent.header['experiment']['name']}-{parent.header['experiment']['data']['name']}-{run_id}"
 
 
-def _make_header(
-    parent: Parent,
-    silo: Silo,
-    path: Path,
-    settings: JoinSettings,
-    result: JoinResult,
-    prepared: PreparedRun | None = None,
-) -> dict[str, Any]:
-    """Return the header of the new run: that of its parent, and what joined."""
+def make_entry(silo: Silo, path: Path, settings: JoinSettings, result: JoinResult) -> dict[str, Any]:
+    """Return what the header stores about a silo that joined."""
     evaluations = {
         column: {n: v for n, v in evaluation.items() if isinstance(v, float)}
         for column, evaluation in list_evaluations(result, settings).items()
     }
-    entry = {
+    return {
         "silo": silo.name,
         "path": str(path.resolve()),
         "fingerprint": fingerprint_silos([silo]),
@@ -297,10 +298,16 @@ def _make_header(
         "own_tensors": list(result.own_names),
         "evaluations": evaluations,
     }
-    domains = {**parent.header["domains"], silo.name: silo.domain or silo.name}
+
+
+def make_header(
+    parent: Parent, entry: Mapping[str, Any], domain: str, prepared: PreparedRun | None = None
+) -> dict[str, Any]:
+    """Return the header of the new run: that of its parent, and what joined."""
+    domains = {**parent.header["domains"], entry["silo"]: domain or entry["silo"]}
     changes: dict[str, Any] = {
         PARENT: parent.folder.path.resolve().name,
-        JOINED: [*parent.header.get(JOINED, []), entry],
+        JOINED: [*parent.header.get(JOINED, []), dict(entry)],
         "domains": dict(sorted(domains.items())),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         RESULTS_VERSION_KEY: RESULTS_VERSION,

@@ -17,13 +17,12 @@ from flwr.clientapp import ClientApp
 from safetensors import SafetensorError
 
 from uefl import __version__
-from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.errors import unknown_value_error
 from uefl.core.federation import Broadcast, Reply, Tensors, is_codeword_tensor
 from uefl.core.metrics import compute_metrics
 from uefl.core.paths import get_cache_folder
 from uefl.core.untrusted_text import escape_text
 from uefl.data.input_format import describe_source
-from uefl.data.own_silo import align_labels, scale_table
 from uefl.data.table_format import compute_sums
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment
@@ -31,7 +30,8 @@ from uefl.experiment.run_folder import RESULTS_VERSION_KEY
 from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels
 from uefl.flower.client_audit import AuditEntry, append_audit_entry
 from uefl.flower.client_state import ClientStateStore
-from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, load_node_data
+from uefl.flower.join_client import JOIN_TASK, handle_join
+from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, fit_to_federation, load_node_data
 from uefl.flower.silo_errors import describe_error
 from uefl.flower.wire import (
     cast_from_half,
@@ -167,6 +167,8 @@ def handle_query(request: Request, node_data: NodeData) -> RecordDict:
     """Run one of the method's client tasks."""
     payload, method = request.payload, request.experiment.method
     task = str(payload["task"])
+    if task == JOIN_TASK:
+        return handle_join(request, node_data)
     if task not in method.client_tasks:
         raise unknown_value_error(f"task of {request.experiment.method_name}", task, method.client_tasks)
     engine, broadcast, store, note = _prepare_engine(request, node_data)
@@ -216,15 +218,8 @@ def _store_model(
 def _prepare_engine(request: Request, node_data: NodeData) -> tuple[SerialEngine, Broadcast, ClientStateStore, str]:
     """Return a serial engine with this silo and its client state, the broadcast, the state's store and a note."""
     payload, experiment, name = request.payload, request.experiment, node_data.silo.name
-    if payload["silo"] != name:
-        raise InputError(f"the message is addressed to silo {payload['silo']}, but this node is silo {name}")
-    silo = scale_table(node_data, align_labels(node_data, tuple(payload["classes"])), str(payload.get("table", "")))
-    image_shape, local_shape = tuple(payload["image_shape"]), tuple(silo.test.x.shape[1:])
-    if local_shape != image_shape:
-        raise InputError(
-            f"this silo's images have shape {local_shape}, but the federation uses {image_shape}; set data.image_size"
-        )
-    net = experiment.build_network(image_shape, len(payload["classes"]))
+    silo = fit_to_federation(node_data, payload)
+    net = experiment.build_network(tuple(payload["image_shape"]), len(payload["classes"]))
     experiment = experiment.resolve_precision(request.device)
     precision = {"dtype": DTYPES[experiment.precision], "matmul_precision": experiment.matmul_precision}
     engine = SerialEngine([silo], net, seed=experiment.seed, device=request.device, **precision)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from uefl.core.federation import Silo
 from uefl.data import SOURCES
 from uefl.data.config import DataConfig
 from uefl.data.images import Images
-from uefl.data.own_silo import OwnSilo, adapt_to_own_table, make_own_silo
+from uefl.data.own_silo import OwnSilo, adapt_to_own_table, align_labels, make_own_silo, scale_table
 from uefl.data.table_config import TableConfig, parse_column_values
 from uefl.data.table_format import TableFormat
 from uefl.experiment.experiment import Experiment
@@ -94,3 +94,18 @@ def require_declared_levels(table: TableFormat, config: TableConfig) -> None:
             f"column '{undeclared[0]}' is categorical; declare its levels in the settings of the run: "
             f"levels.{undeclared[0]}=…"
         )
+
+
+def fit_to_federation(node_data: NodeData, payload: Mapping[str, Any]) -> Silo:
+    """Return the silo with the classes, the table format and the image shape of the federation, or raise an error."""
+    if payload["silo"] != node_data.silo.name:
+        raise InputError(
+            f"the message is addressed to silo {payload['silo']}, but this node is silo {node_data.silo.name}"
+        )
+    silo = scale_table(node_data, align_labels(node_data, tuple(payload["classes"])), str(payload.get("table", "")))
+    image_shape, local_shape = tuple(payload["image_shape"]), tuple(silo.test.x.shape[1:])
+    if local_shape != image_shape:
+        raise InputError(
+            f"this silo's images have shape {local_shape}, but the federation uses {image_shape}; set data.image_size"
+        )
+    return silo
