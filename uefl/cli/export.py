@@ -59,7 +59,8 @@ def export(
     typer.echo(f"uncertainty from {result.metadata['uefl.uncertainty']}")
     typer.echo(
         f"largest difference: {result.check.probabilities:.1e} in a probability of predict, "
-        f"{result.check.outputs:.1e} in any output of the same graph; "
-        f"entropy differs by {result.check.entropy:.1e} on average, since predict draws other masks"
+        f"{result.check.outputs:.1e} in any output of the same graph"
     )
+    if "masks" in result.metadata["uefl.uncertainty"]:
+        typer.echo(f"entropy differs by {result.check.entropy:.1e} on average: predict draws other masks")
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB): the model of {f'silo {silo}' if silo else 'all silos'}")

@@ -156,9 +156,7 @@ def describe_input(model: TrainedModel) -> ExportInput:
         meaning = "cells of a row in the order of columns: numbers, 0 or 1, or the index of a level; NaN means missing"
         return ExportInput("cells", (len(columns),), torch.float64, meaning)
     if input_format.is_image:
-        meaning = (
-            f"pixels 0 to 255, channels first, {'×'.join(map(str, input_format.shape))}; images are resized before"
-        )
+        meaning = "pixels from 0 to 255, channels first; images must have this size"
         return ExportInput("pixels", input_format.shape, torch.uint8, meaning)
     if input_format.is_integer:
         return ExportInput("tokens", input_format.shape, torch.int64, "integers, as in training")
