@@ -180,6 +180,12 @@ def test_a_method_without_a_rule_is_refused_by_name(name: str) -> None:
         train(name, 2).join(NEWCOMER)
 
 
+def test_a_training_that_diverges_is_refused_or_not_chosen(result) -> None:
+    with pytest.raises(InputError, match=r"lr=1e\+30: the training diverges"):
+        result.join(FEW_VALIDATED, epochs=3, head="own", lr=(1e30,))
+    assert result.join(NEWCOMER, epochs=3, head="own", lr=(1e30,)).lr == 0
+
+
 def test_mistakes_are_one_line(result) -> None:
     with pytest.raises(InputError, match="silo ada is in this run already"):
         result.join(replace(NEWCOMER, name="ada"))

@@ -22,6 +22,7 @@ from uefl.algorithms.own_parts import (
     train_codewords_by_task,
 )
 from uefl.algorithms.round_record import describe_evaluation
+from uefl.core.aggregate import find_non_finite
 from uefl.core.errors import InputError
 from uefl.core.example_checks import check_silos
 from uefl.core.federation import (
@@ -282,6 +283,8 @@ class Newcomer:
         rates = rates if can_choose else rates[:1]
         results = {rate: self.train(start, rate, i, len(rates), on_progress) for i, rate in enumerate(rates)}
         if not can_choose:
+            if find_non_finite({**results[rates[0]].codewords, **results[rates[0]].tensors}):
+                raise InputError(f"lr={rates[0]:g}: the training diverges; set a smaller lr")
             return results[rates[0]], rates[0], {}
         nll = {0.0: before["validation"]["nll"]}
         for rate, parts in results.items():
