@@ -11,6 +11,7 @@ from harness import make_striped_silo
 from studies import joining
 
 TINY = "rounds=2 iterations=1 local.epochs=1 mc_samples=2 warmup_rounds=1 width=8 hidden_size=8"
+ROOT = Path(__file__).parents[2]
 SILO = make_striped_silo("ada", 40, 3)
 
 
@@ -62,3 +63,9 @@ def test_a_run_writes_every_way_once_and_the_page_has_them(tmp_path: Path, monke
     text = (tmp_path / "page.md").read_text()
     assert all(f"| {way} |" in text for way in ways)
     assert "Joining ahead of local-only" in text
+
+
+@pytest.mark.records
+def test_the_page_is_made_from_the_records(tmp_path: Path) -> None:
+    joining.page(records_path=ROOT / joining.RECORDS, out=tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == (ROOT / joining.PAGE).read_text()
