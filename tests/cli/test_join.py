@@ -10,6 +10,8 @@ import pytest
 from harness import call_cli, call_with_mistake, have_equal_bits, list_photo_names, write_photos
 
 from uefl.data.readers.heart import HEART_FILE
+from uefl.experiment.join_folder import join_run, load_newcomer, open_parent
+from uefl.experiment.joining import JoinSettings
 from uefl.experiment.loading import load, open_models
 from uefl.experiment.run_folder import RunFolder
 
@@ -143,3 +145,22 @@ def test_mistakes_are_one_line(hospitals, tmp_path) -> None:
     assert "unknown field 'epoch'" in call_with_mistake("join", run, table, "epoch=3")
     assert "Cleveland is in this run already" in call_with_mistake("join", run, table, "name=Cleveland")
     assert "not a run folder" in call_with_mistake("join", str(tmp_path), table)
+
+
+def test_stopped_rounds_resume_to_the_same_bits(hospitals, tmp_path) -> None:
+    run, table = hospitals
+    parent, settings = open_parent(run), JoinSettings(name="hungary", others="train", rounds=3)
+    silo = load_newcomer(parent, table, "hungary")
+
+    def stop_after_a_round(event: dict[str, object]) -> None:
+        if event["kind"] == "round":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        join_run(parent, silo, table, settings, tmp_path / "stopped", on_event=stop_after_a_round)
+    folders = [join_run(parent, silo, table, settings, tmp_path / name)[0] for name in ("stopped", "whole")]
+    one, other = (open_models(folder) for folder in folders)
+    assert have_equal_bits(one.model_state, other.model_state)
+    assert not have_equal_bits(
+        one.select_silo("Cleveland").model_state, parent.models.select_silo("Cleveland").model_state
+    )
