@@ -19,7 +19,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 	touch $@
 
 .venv/ready: .venv/demo
-	$(PIP) -e '.[dev,flower]'
+	$(PIP) -e '.[dev,flower,onnx]'
 	touch $@
 
 # FedAvg with layer norm: over three seeds the better one by validation (README); `uefl compare` runs both.

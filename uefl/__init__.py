@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from uefl.data.config import DataConfig as DataConfig
     from uefl.engines.serial import SerialEngine as SerialEngine
     from uefl.experiment.experiment import Experiment as Experiment
+    from uefl.experiment.joining import join as join
     from uefl.experiment.loading import load as load
     from uefl.experiment.train import train as train
     from uefl.models.model_config import ModelConfig as ModelConfig
@@ -52,6 +53,7 @@ _PUBLIC_NAMES = {
     "Silo": "uefl.core.federation",
     "VQFedAvg": "uefl.algorithms.uefl",
     "estimate_uncertainty": "uefl.core.uncertainty",
+    "join": "uefl.experiment.joining",
     "kmeans": "uefl.core.kmeans",
     "load": "uefl.experiment.loading",
     "train": "uefl.experiment.train",

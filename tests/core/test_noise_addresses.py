@@ -38,6 +38,7 @@ FROZEN = {
     "PUBLIC_STEP": "public step",
     "SILO_PERMUTATIONS": "silo permutations",
     "RANDOM_RECEIVERS": "random receivers",
+    "EXPORTED_MASKS": "exported masks",
 }
 
 

@@ -84,7 +84,7 @@ def complete_record(
         return server
     silos = dict(server.open_record["silos"])
     for silo_name, evaluation in evaluations.items():
-        silos[silo_name] = {**silos[silo_name], **_describe_evaluation(evaluation, code_loss_weight, specificity)}
+        silos[silo_name] = {**silos[silo_name], **describe_evaluation(evaluation, code_loss_weight, specificity)}
     record = {**server.open_record, "silos": silos}
     tests = [evaluation.received["test"] for evaluation in evaluations.values() if "test" in evaluation.received]
     if pooled := compute_pooled_metrics(tests, specificity):
@@ -113,7 +113,7 @@ def _describe_reply(reply: Reply) -> dict[str, Any]:
     return entries
 
 
-def _describe_evaluation(evaluation: Evaluations, code_loss_weight: float, specificity: float) -> dict[str, Any]:
+def describe_evaluation(evaluation: Evaluations, code_loss_weight: float, specificity: float) -> dict[str, Any]:
     """Return the metrics of the test split, and below their names those of other splits and of target access."""
     splits = {s: _compute_silo_metrics(sums, code_loss_weight, specificity) for s, sums in evaluation.received.items()}
     entries: dict[str, Any] = splits.pop("test", {})

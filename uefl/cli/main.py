@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _describe_interrupt() -> str:
-    resumes = sys.argv[1:2] in (["run"], ["compare"])
+    resumes = sys.argv[1:2] in (["run"], ["compare"]) or (sys.argv[1:2] == ["join"] and "others=train" in sys.argv)
     return "stopped; the same command resumes after the last completed round" if resumes else "stopped"
 
 

@@ -39,6 +39,7 @@ PUBLIC_ORDER = "public order"
 PUBLIC_STEP = "public step"
 SILO_PERMUTATIONS = "silo permutations"
 RANDOM_RECEIVERS = "random receivers"
+EXPORTED_MASKS = "exported masks"
 
 # The silo that holds all data in the method `centralized`.
 CENTRAL_SILO = "pooled"

@@ -139,7 +139,8 @@ def summarize_decision(record: Record) -> dict[str, Any]:
 def _average_rounds(rounds: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
     """Average some rounds: the means over silos (mA, mE, mP), and every metric per silo and per domain."""
     names = [name for name, silo in rounds[-1]["silos"].items() if silo.get("num_examples")]
-    silos = {name: _mean_metrics([r["silos"][name] for r in rounds]) for name in names}
+    # A silo that joined a finished run has no earlier rounds.
+    silos = {name: _mean_metrics([r["silos"][name] for r in rounds if name in r["silos"]]) for name in names}
     for name, silo in silos.items():
         silo["num_codewords"] = rounds[-1]["silos"][name]["num_codewords"]  # of the last round, not a mean
     groups = {d: [silos[n] for n in names if domains[n] == d] for d in dict.fromkeys(domains[n] for n in names)}

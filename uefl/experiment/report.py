@@ -21,7 +21,7 @@ from uefl.core.metrics import (
 )
 from uefl.experiment.chance import describe_chance, is_at_chance, mean_accuracy
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds
-from uefl.experiment.run_folder import RunFolder
+from uefl.experiment.run_folder import JOINED, PARENT, RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
 INTERVAL_NOTE = (
@@ -41,7 +41,7 @@ class Column(NamedTuple):
 def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     """Print what happened in finished runs, their table, and what its labels mean."""
     local = {name: RunFolder(path).read_header()["experiment"]["method"]["local"] for name, path in runs.items()}
-    lines = describe_extensions(runs) + describe_lost_rounds(runs) + describe_chance_level(runs)
+    lines = describe_joins(runs) + describe_extensions(runs) + describe_lost_rounds(runs) + describe_chance_level(runs)
     for line in lines + describe_local_differences(local):
         console.print(line, soft_wrap=True)
     summaries = _read_summaries(runs)
@@ -235,6 +235,20 @@ def _format_cells(rows: Sequence[Mapping[str, float]], summaries: Sequence[Summa
 
 def _make_bold(*cells: str) -> list[str]:
     return [f"[bold]{cell}[/bold]" for cell in cells]
+
+
+def describe_joins(runs: Mapping[str, Path]) -> list[str]:
+    """Describe which silo joined which finished run, and what happened to the other silos."""
+    lines = []
+    for name, folder in runs.items():
+        header = RunFolder(folder).read_header()
+        if PARENT not in header:
+            continue
+        entry = header[JOINED][-1]
+        is_fixed = entry["settings"]["others"] == "fixed"
+        others = "nothing of the other silos changed" if is_fixed else "all silos trained further rounds"
+        lines.append(f"{name}: {entry['silo']} joined {header[PARENT]}; {others}")
+    return lines
 
 
 def describe_extensions(runs: Mapping[str, Path]) -> list[str]:

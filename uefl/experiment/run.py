@@ -224,17 +224,17 @@ def run_with_clients(
                 folder.remove_header()
             raise
         with opened as clients:
-            server = _run_rounds(experiment, clients, folder, on_event, writing)
-            _write_results(folder, experiment, server, clients, context)
+            server = run_rounds(experiment, clients, folder, on_event, writing)
+            write_results(folder, experiment, server, clients, context)
     return folder.path
 
 
-def _run_rounds(
+def run_rounds(
     experiment: Experiment,
     clients: Engine,
     folder: RunFolder,
     on_event: Listener,
-    writing: Callable[[], AbstractContextManager[None]],
+    writing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> ServerState:
     """Run the remaining rounds; after each, write its records and then the checkpoint that follows them."""
     method, resumed = experiment.method, _resume(clients, folder, on_event)
@@ -336,7 +336,7 @@ def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext
     )
 
 
-def _write_results(
+def write_results(
     folder: RunFolder, experiment: Experiment, server: ServerState, clients: Engine, context: RunContext
 ) -> None:
     """Write model and figure, and last the summary, which marks the run as finished; the server's state is kept."""

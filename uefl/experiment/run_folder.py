@@ -15,6 +15,7 @@ from uefl.experiment.records import Record, read_records
 
 RECORDS_CHECKSUM_KEY = "records_checksum"  # of the summary: CRC-32 of the records when the run finished
 RESULTS_VERSION_KEY = "results_version"
+PARENT, JOINED = "parent", "joined"  # of the header of a run that a silo joined: the run before, and all that joined
 _RESULTS_VERSION_KEY_0_1 = "results"
 _START_AGAIN = "move the run folder away to start again"
 

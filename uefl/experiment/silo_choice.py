@@ -102,7 +102,7 @@ def _list_candidates(models: SiloModels) -> list[str]:
     """Return the silos with training data; of silos with the same codewords and nothing else of their own, one."""
     names = models.description.silo_names
     trained = [name for name in names if models.description.silos[name].num_examples]
-    if models.personal_names or models.method.uses_label_prior:
+    if models.personal_tensors or models.personal_names or models.method.uses_label_prior:
         return trained
     rows = {tuple(models.access[names.index(name)].tolist()): name for name in reversed(trained)}
     return sorted(rows.values())

@@ -136,7 +136,9 @@ class SiloModels:
         build: Callable[[], nn.Module]
         if description.model:
             config = from_dict(ModelConfig, {**description.model, "pretrained_weights": "", "frozen_batch_norm": False})
-            build = partial(config.build_network, shape, num_classes)
+            input_format = description.input_format
+            constants = {"pixel_mean": input_format.mean, "pixel_std": input_format.std} if input_format.mean else {}
+            build = partial(config.build_network, shape, num_classes, **constants)
         elif self.encoder is not None:
             dtype = torch.int64 if description.input_format.is_integer else torch.float32
             encoder = copy.deepcopy(self.encoder)
@@ -148,7 +150,7 @@ class SiloModels:
     @property
     def has_own_parts(self) -> bool:
         """Whether the models of silos differ: by their codewords, personal tensors or label priors."""
-        has_own_tensors = bool(self.personal_names) or self.method.uses_label_prior
+        has_own_tensors = bool(self.personal_names or self.personal_tensors) or self.method.uses_label_prior
         return has_own_tensors or not bool((self.access == self.access[:1]).all())
 
     @property
@@ -233,7 +235,7 @@ class SiloModels:
         tensors = self.personal_tensors.get(silo_name, {})
         if missing := [name for name in names if name not in tensors]:
             raise InputError(f"{missing[0]} of silo {silo_name} stayed at the silo; use the copy that the silo wrote")
-        return {name: tensors[name] for name in names}
+        return tensors  # a silo that joined later may have more tensors of its own than the method gives
 
     def _list_silos(self) -> str:
         return ", ".join(self.list_trained())

@@ -42,6 +42,8 @@ from uefl.models.network import Net, initialize_network
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from uefl.experiment.joining import JoinResult
+
 
 @dataclass(frozen=True)
 class TrainingResult:
@@ -66,6 +68,12 @@ class TrainingResult:
     def model(self, silo: str = "") -> TrainedModel:
         """Return the model of a silo; without a name, the one that all silos share."""
         return self.models.build(silo)
+
+    def join(self, silo: Silo, **settings: Any) -> JoinResult:
+        """Let a further silo join without changing anything that others use; the settings are those of `uefl.join`."""
+        from uefl.experiment.joining import join
+
+        return join(self.models, silo, **settings)
 
     def save(self, folder: str | Path, silo: str = "") -> Path:
         """Write the models of all silos, records and summary to a folder; with a silo, only that silo's copy.

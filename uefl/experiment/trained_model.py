@@ -103,6 +103,16 @@ class TrainedModel:
         return compute_log_prior(counts).to(self.device, self.dtype)
 
     @property
+    def log_prior(self) -> Tensor:
+        """What is added to logits [C]."""
+        return self._log_prior
+
+    @property
+    def method_name(self) -> str:
+        """Name of the method in the registry; empty: a method of the user's own."""
+        return self._models.description.method_name
+
+    @property
     def batch_size(self) -> int:
         """Examples per pass."""
         return self.method.local.eval_batch_size

@@ -17,7 +17,7 @@ from flwr.clientapp import ClientApp
 from safetensors import SafetensorError
 
 from uefl import __version__
-from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.errors import unknown_value_error
 from uefl.core.federation import Broadcast, Reply, Tensors, is_codeword_tensor
 from uefl.core.metrics import compute_metrics
 from uefl.core.paths import get_cache_folder
@@ -30,7 +30,8 @@ from uefl.experiment.run_folder import RESULTS_VERSION_KEY
 from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels
 from uefl.flower.client_audit import AuditEntry, append_audit_entry
 from uefl.flower.client_state import ClientStateStore
-from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, align_labels, load_node_data, scale_table
+from uefl.flower.join_client import JOIN_TASK, handle_join
+from uefl.flower.node_data import NodeConfig, NodeData, NodeDataLoader, fit_to_federation, load_node_data
 from uefl.flower.silo_errors import describe_error
 from uefl.flower.wire import (
     cast_from_half,
@@ -166,6 +167,8 @@ def handle_query(request: Request, node_data: NodeData) -> RecordDict:
     """Run one of the method's client tasks."""
     payload, method = request.payload, request.experiment.method
     task = str(payload["task"])
+    if task == JOIN_TASK:
+        return handle_join(request, node_data)
     if task not in method.client_tasks:
         raise unknown_value_error(f"task of {request.experiment.method_name}", task, method.client_tasks)
     engine, broadcast, store, note = _prepare_engine(request, node_data)
@@ -215,15 +218,8 @@ def _store_model(
 def _prepare_engine(request: Request, node_data: NodeData) -> tuple[SerialEngine, Broadcast, ClientStateStore, str]:
     """Return a serial engine with this silo and its client state, the broadcast, the state's store and a note."""
     payload, experiment, name = request.payload, request.experiment, node_data.silo.name
-    if payload["silo"] != name:
-        raise InputError(f"the message is addressed to silo {payload['silo']}, but this node is silo {name}")
-    silo = scale_table(align_labels(node_data, tuple(payload["classes"])), node_data, str(payload.get("table", "")))
-    image_shape, local_shape = tuple(payload["image_shape"]), tuple(silo.test.x.shape[1:])
-    if local_shape != image_shape:
-        raise InputError(
-            f"this silo's images have shape {local_shape}, but the federation uses {image_shape}; set data.image_size"
-        )
-    net = experiment.build_network(image_shape, len(payload["classes"]))
+    silo = fit_to_federation(node_data, payload)
+    net = experiment.build_network(tuple(payload["image_shape"]), len(payload["classes"]))
     experiment = experiment.resolve_precision(request.device)
     precision = {"dtype": DTYPES[experiment.precision], "matmul_precision": experiment.matmul_precision}
     engine = SerialEngine([silo], net, seed=experiment.seed, device=request.device, **precision)  # type: ignore[arg-type]

@@ -74,6 +74,7 @@ def find_flower_app() -> Path:
 def check_run_config(path: Path) -> None:
     """Check the run configuration of a coordinator before anything starts."""
     from uefl.flower.data_format import parse_data_format  # slow to import, as it imports torch
+    from uefl.flower.join_server import parse_join_settings
     from uefl.flower.server import parse_policy, parse_run_config
 
     try:
@@ -90,6 +91,8 @@ def check_run_config(path: Path) -> None:
     parse_run_config(run_config)
     parse_policy(run_config)
     parse_data_format(run_config["image_shape"], run_config["classes"])
+    if run_config["join"]:
+        parse_join_settings(run_config)
 
 
 def _write_coordinator_folder(folder: Path, address: str, port: int, superlink_port: int) -> None:

@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from uefl.core.errors import InputError
-from uefl.core.federation import Examples, Silo, Split
+from uefl.core.federation import Silo
 from uefl.data import SOURCES
-from uefl.data.config import DataConfig, encode_silo
+from uefl.data.config import DataConfig
 from uefl.data.images import Images
-from uefl.data.readers.context import ReadContext
-from uefl.data.readers.csv_rows import read_csv
+from uefl.data.own_silo import OwnSilo, adapt_to_own_table, align_labels, make_own_silo, scale_table
 from uefl.data.table_config import TableConfig, parse_column_values
 from uefl.data.table_format import TableFormat
 from uefl.experiment.experiment import Experiment
@@ -26,14 +23,7 @@ NodeConfig = Mapping[str, Any]
 """A node's own configuration, which the server cannot change: data_path, silo; optional: state_path, domain, device."""
 
 
-class NodeData(NamedTuple):
-    """The silo of one node, and the names of its classes in the order of its labels."""
-
-    silo: Silo
-    classes: tuple[str, ...]
-    table: TableFormat | None = None  # of a table: its format before scaling; the silo holds parsed cells
-
-
+NodeData = OwnSilo  # the silo of one node
 NodeDataLoader = Callable[[Experiment, NodeConfig], NodeData]
 
 
@@ -88,25 +78,12 @@ def load_own_folder(experiment: Experiment, path: str, silo_name: str, domain: s
         raise SiloDataError(describe_data_error(Path(path))) from e
     if images.table:
         require_declared_levels(images.table, config.table)
-    images = replace(images, silo_ids=torch.zeros_like(images.y), silos=(silo_name,))
     if config.num_held_out:
         raise InputError(
             f"public_data={config.public_data} would take public images from this silo's own folder; "
             "set another data set, which all silos can read"
         )
-    config = replace(config, partitioner="natural", shifts=(), num_silos=(), train_sizes=(), target="")
-    (silo,) = config.make_silos(images, experiment.seed)
-    return NodeData(replace(silo, domain=domain or silo_name), images.classes, images.table)
-
-
-def adapt_to_own_table(config: DataConfig, path: Path) -> DataConfig:
-    """Return the settings for the table of one silo: a column that names silos is not used."""
-    table = config.table
-    if not table.silo:
-        return config
-    columns = read_csv(path, [table.label], ReadContext(skip_bad=True)).columns
-    ignore = (*table.ignore, table.silo) if table.silo in columns else table.ignore
-    return replace(config, table=replace(table, silo="", ignore=ignore))
+    return make_own_silo(config, images, silo_name, experiment.seed, domain)
 
 
 def require_declared_levels(table: TableFormat, config: TableConfig) -> None:
@@ -119,27 +96,16 @@ def require_declared_levels(table: TableFormat, config: TableConfig) -> None:
         )
 
 
-def scale_table(silo: Silo, node_data: NodeData, table_json: str) -> Silo:
-    """Return the silo with features in place of the cells of its table, in the format of the federation."""
-    if not node_data.table:
-        return silo
-    table = TableFormat.from_json(table_json)
-    if difference := node_data.table.find_difference(table):
-        raise InputError(f"this silo has another table than the federation: {difference}")
-    return encode_silo(silo, table)
-
-
-def align_labels(node_data: NodeData, classes: tuple[str, ...]) -> Silo:
-    """Return the silo with labels that index the federation's classes, of which the silo may have only some."""
-    if node_data.classes == classes:
-        return node_data.silo
-    for name in node_data.classes:
-        if name not in classes:
-            raise InputError(f"class '{name}' is not a class of the federation: {', '.join(classes)}")
-    new_labels = torch.tensor([classes.index(name) for name in node_data.classes])
-
-    def relabel(split: Split) -> Examples:
-        examples = node_data.silo.examples(split)
-        return examples._replace(y=new_labels[examples.y])
-
-    return replace(node_data.silo, train=relabel("train"), validation=relabel("validation"), test=relabel("test"))
+def fit_to_federation(node_data: NodeData, payload: Mapping[str, Any]) -> Silo:
+    """Return the silo with the classes, the table format and the image shape of the federation, or raise an error."""
+    if payload["silo"] != node_data.silo.name:
+        raise InputError(
+            f"the message is addressed to silo {payload['silo']}, but this node is silo {node_data.silo.name}"
+        )
+    silo = scale_table(node_data, align_labels(node_data, tuple(payload["classes"])), str(payload.get("table", "")))
+    image_shape, local_shape = tuple(payload["image_shape"]), tuple(silo.test.x.shape[1:])
+    if local_shape != image_shape:
+        raise InputError(
+            f"this silo's images have shape {local_shape}, but the federation uses {image_shape}; set data.image_size"
+        )
+    return silo

@@ -29,6 +29,7 @@ from uefl.experiment.progress import ProgressDisplay
 from uefl.experiment.run import Listener, RunContext, require_network_support, run_with_clients
 from uefl.flower.connect import connect
 from uefl.flower.data_format import DataFormat, parse_data_format
+from uefl.flower.join_server import print_join, serve_join
 from uefl.flower.run_result import record_result
 from uefl.flower.silo_registry import RoundPolicy, SiloInfo
 
@@ -45,6 +46,9 @@ def make_server_app() -> ServerApp:
         root = Path(str(run_config["out"]))
         try:
             with record_result(root) as details, explain_superlink_errors():
+                if run_config["join"]:
+                    details["folder"] = join_finished_run(grid, run_config, console)
+                    return
                 ((name, experiment),) = parse_run_config(run_config).items()
                 with ProgressDisplay(console) as display:
                     folder = serve(grid, experiment, run_config, on_event=lambda event: display.on_event(name, event))
@@ -115,6 +119,17 @@ def serve(grid: Grid, experiment: Experiment, run_config: dict[str, Any], *, on_
         table=engine.table,
     )
     return run_with_clients(experiment, root, context, lambda: nullcontext(engine), on_event)
+
+
+def join_finished_run(grid: Grid, run_config: dict[str, Any], console: Console) -> Path:
+    """Let a registered silo join a finished run, and print the result."""
+
+    def on_silo_event(silo_name: str, activity: str) -> None:
+        console.print(f"{silo_name}: {activity}" if silo_name else activity, soft_wrap=True, markup=False)
+
+    folder = serve_join(grid, run_config, parse_policy(run_config), on_silo_event=on_silo_event)
+    print_join(folder, console)
+    return folder
 
 
 @contextmanager

@@ -1,0 +1,166 @@
+"""`uefl join`: a new run folder that names its parent, for tables and image folders; the parent is never changed."""
+
+import csv
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from harness import call_cli, call_with_mistake, have_equal_bits, list_photo_names, write_photos
+
+from uefl.data.readers.heart import HEART_FILE
+from uefl.experiment.join_folder import join_run, load_newcomer, open_parent
+from uefl.experiment.joining import JoinSettings
+from uefl.experiment.loading import load, open_models
+from uefl.experiment.run_folder import RunFolder
+
+SETTINGS = ["rounds=3", "iterations=1", "epochs=1", "mc_samples=3", "warmup_rounds=1"]
+COLUMNS = ["label=num", "positive=above:0", "silo=dataset", "ignore=id", "numeric=age,trestbps,chol,thalch,oldpeak,ca"]
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    names = [n for n in sorted(os.listdir(folder)) if n != RunFolder.LOCK_FILE]
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+def find_folder(stdout: str) -> Path:
+    return Path(next(line for line in stdout.splitlines() if line.startswith("run folder: ")).partition(": ")[2])
+
+
+@pytest.fixture(scope="module")
+def hospitals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of three hospitals, and the table of the fourth."""
+    root = tmp_path_factory.mktemp("join")
+    with HEART_FILE.open() as file:
+        rows = list(csv.DictReader(file))
+    for name, is_chosen in (("three.csv", False), ("hungary.csv", True)):
+        with (root / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(row for row in rows if (row["dataset"] == "Hungary") == is_chosen)
+    answer = call_cli(
+        *("run", "uefl", "table", f"path={root / 'three.csv'}", *COLUMNS, *SETTINGS, "--out", str(root / "runs"))
+    )
+    return find_folder(answer.stdout), root / "hungary.csv"
+
+
+@pytest.fixture(scope="module")
+def joined(hospitals) -> tuple[Path, str]:
+    """The folder of the run that Hungary joined, and what the command printed."""
+    run, table = hospitals
+    answer = call_cli("join", str(run), str(table), "epochs=2")
+    assert answer.code == 0, answer
+    return find_folder(answer.stdout), answer.stdout
+
+
+def test_the_parent_stays_and_the_new_run_names_it(hospitals) -> None:
+    run, table = hospitals
+    before = hash_files(run)
+    folder = find_folder(call_cli("join", str(run), str(table), "epochs=1").stdout)
+    assert hash_files(run) == before
+    header = json.loads((folder / "run.json").read_text())
+    assert header["parent"] == run.name
+    assert header["joined"][-1]["silo"] == "hungary"
+    assert set(header["domains"]) == {"Cleveland", "Switzerland", "VA Long Beach", "hungary"}
+
+
+def test_the_command_says_uncertainty_own_parts_and_a_table(joined) -> None:
+    _, stdout = joined
+    assert "predictive entropy" in stdout
+    assert "Threshold" in stdout
+    assert "own parts of hungary: " in stdout
+    assert "codewords by K-means" in stdout
+    assert "by validation NLL" in stdout
+    for text in ("shared model", "own parts, trained", "accuracy", "NLL"):
+        assert text in stdout
+
+
+def test_the_new_run_predicts_and_shows_the_newcomer(joined, hospitals) -> None:
+    folder, _ = joined
+    rows = call_cli("predict", str(folder), str(hospitals[1]), "--silo", "hungary").stdout.splitlines()
+    assert len(rows) == 294  # of 293 patients and a heading
+    assert load(folder, silo="hungary").silo_name == "hungary"
+    shown = call_cli("show", str(folder)).stdout
+    assert "hungary joined" in shown
+    assert "nothing of the other silos changed" in shown
+
+
+def test_models_of_other_silos_have_the_same_bits_in_the_new_run(joined, hospitals) -> None:
+    parent, child = open_models(hospitals[0]), open_models(joined[0])
+    for name in parent.description.silo_names:
+        assert have_equal_bits(parent.select_silo(name).model_state, child.select_silo(name).model_state)
+
+
+def test_the_same_command_finds_the_finished_run(joined, hospitals) -> None:
+    answer = call_cli("join", *map(str, hospitals), "epochs=2")
+    assert "already joined" in answer.stdout
+    assert find_folder(answer.stdout) == joined[0]
+
+
+def test_further_rounds_with_all_silos_continue_the_run(joined, hospitals) -> None:
+    """Also of a run that a silo joined before, whose data are read again."""
+    folder, _ = joined
+    answer = call_cli("join", str(folder), str(hospitals[1]), "name=again", "others=train", "rounds=2")
+    assert answer.code == 0, answer
+    child = RunFolder(find_folder(answer.stdout))
+    records = [json.loads(line) for line in child.records_path.read_text().splitlines()]
+    assert [record["round"] for record in records] == [1, 2, 3, 4, 5]
+    assert set(records[-1]["silos"]) == {"Cleveland", "Switzerland", "VA Long Beach", "again", "hungary"}
+    assert records[-1]["participants"] == ["Cleveland", "Switzerland", "VA Long Beach", "again", "hungary"]
+    one, other = (open_models(path).model_state for path in (folder, child.path))
+    assert not have_equal_bits(one, {n: other[n] for n in one})
+
+
+def test_changed_data_of_the_others_are_noticed(hospitals, tmp_path) -> None:
+    run, table = hospitals
+    three = run.parent.parent / "three.csv"
+    text = three.read_text()
+    try:
+        three.write_text(text.replace("63,Male", "64,Male", 1))
+        line = call_with_mistake("join", str(run), str(table), "others=train", "--out", str(tmp_path))
+    finally:
+        three.write_text(text)
+    assert "have changed" in line
+    assert not list(tmp_path.iterdir()), "a mistake leaves no folder"
+
+
+def test_an_image_folder_joins_with_the_image_size_of_the_run(tmp_path) -> None:
+    photos = write_photos(tmp_path / "photos", list_photo_names(["north", "south"], count=8))
+    east = write_photos(tmp_path / "east", [f"{label}/{i}.png" for label in "xy" for i in range(8)], (20, 20), 1)
+    small = ["width=4", "depth=1", "hidden_size=8", "image_size=12", "min_examples=2", "num_codewords=4"]
+    arguments = ["run", "uefl", "folder", f"path={photos}", *small, *SETTINGS, "--out", str(tmp_path / "runs")]
+    run = find_folder(call_cli(*arguments).stdout)
+    answer = call_cli("join", str(run), str(east), "epochs=1")
+    assert answer.code == 0, answer
+    folder = find_folder(answer.stdout)
+    assert open_models(folder).description.silo_names == ("east", "north", "south")
+    strange = write_photos(tmp_path / "strange", ["z/1.png", "z/2.png", "x/3.png", "x/4.png"])
+    assert "class 'z' is not a class" in call_with_mistake("join", str(run), str(strange))
+
+
+def test_mistakes_are_one_line(hospitals, tmp_path) -> None:
+    run, table = map(str, hospitals)
+    assert "no such file" in call_with_mistake("join", run, str(tmp_path / "nowhere"))
+    assert "unknown field 'epoch'" in call_with_mistake("join", run, table, "epoch=3")
+    assert "Cleveland is in this run already" in call_with_mistake("join", run, table, "name=Cleveland")
+    assert "not a run folder" in call_with_mistake("join", str(tmp_path), table)
+
+
+def test_stopped_rounds_resume_to_the_same_bits(hospitals, tmp_path) -> None:
+    run, table = hospitals
+    parent, settings = open_parent(run), JoinSettings(name="hungary", others="train", rounds=3)
+    silo = load_newcomer(parent, table, "hungary")
+
+    def stop_after_a_round(event: dict[str, object]) -> None:
+        if event["kind"] == "round":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        join_run(parent, silo, table, settings, tmp_path / "stopped", on_event=stop_after_a_round)
+    folders = [join_run(parent, silo, table, settings, tmp_path / name)[0] for name in ("stopped", "whole")]
+    one, other = (open_models(folder) for folder in folders)
+    assert have_equal_bits(one.model_state, other.model_state)
+    assert not have_equal_bits(
+        one.select_silo("Cleveland").model_state, parent.models.select_silo("Cleveland").model_state
+    )

@@ -1,0 +1,195 @@
+"""A silo that joins a finished run: nothing of the others moves, and its own parts are trained and stored."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import (
+    CODEWORDS,
+    NUM_CLASSES,
+    SMALL_CODEBOOK,
+    have_equal_bits,
+    make_encoder,
+    make_method,
+    make_striped_silo,
+    make_striped_silos,
+)
+
+import uefl
+from uefl.algorithms import METHODS
+from uefl.algorithms.own_parts import JOINABLE_METHODS
+from uefl.core.errors import InputError
+from uefl.core.local import LocalTraining
+from uefl.experiment.joining import LR_FACTORS, JoinResult, JoinSettings, Newcomer
+from uefl.experiment.train import TrainingResult
+
+NEWCOMER = make_striped_silo("bea", 24, 50, rotated=True)  # sorted, it stands between others
+# With few validation examples, there is no choice: the first learning rate is taken.
+FEW_VALIDATED = replace(
+    NEWCOMER, validation=NEWCOMER.validation._replace(x=NEWCOMER.validation.x[:3], y=torch.arange(3))
+)
+DECAYING = LocalTraining(optimizer="adamw", lr=5e-3, weight_decay=0.1, batch_size=12, epochs=1)
+
+
+def train(name: str, num_silos: int = 3, **fields: object) -> TrainingResult:
+    silos = make_striped_silos()[:num_silos]
+    return uefl.train(make_method(name, **fields), silos, make_encoder(), num_classes=NUM_CLASSES, hidden_size=16)
+
+
+@pytest.fixture(scope="module")
+def result() -> TrainingResult:
+    """A run with codewords of single silos, a learned gate, a label prior and weight decay."""
+    return train_uefl(replace(SMALL_CODEBOOK, gate="learned"))
+
+
+def train_uefl(codebook: uefl.ExtensibleCodebook) -> TrainingResult:
+    short = make_method("uefl", codebook=True, local=DECAYING, logit_adjustment="local")
+    method = replace(short, codebook=codebook)
+    silos = make_striped_silos()[:3]
+    return uefl.train(method, silos, make_encoder(), num_classes=NUM_CLASSES, hidden_size=16)
+
+
+@pytest.fixture(scope="module")
+def joined(result: TrainingResult) -> JoinResult:
+    return result.join(FEW_VALIDATED, epochs=3, head="own", batch_norm="own", lr=(0.05,))
+
+
+def test_no_tensor_of_another_silo_and_no_shared_tensor_moves_by_a_bit(result, joined) -> None:
+    before, after = result.models, joined.models
+    for name in before.description.silo_names:
+        one, other = before.select_silo(name), after.select_silo(name)
+        assert have_equal_bits(one.model_state, other.model_state)
+        assert one.personal_tensors == other.personal_tensors == {}
+        assert one.description.silos == other.description.silos
+    for name, tensor in before.model_state.items():
+        assert torch.equal(after.model_state[name][: len(tensor)] if tensor.dim() else after.model_state[name], tensor)
+    grown = [n for n, t in before.model_state.items() if after.model_state[n].shape != t.shape]
+    assert grown == [n for n in before.model_state if n.endswith(CODEWORDS)]
+
+
+def test_shared_codewords_stay_as_they_are_while_the_silo_trains(result) -> None:
+    """The run has weight decay, which would shrink them."""
+    newcomer = Newcomer(result.models, NEWCOMER, JoinSettings(epochs=2), "cpu")
+    own = newcomer.add_codewords(newcomer.start_own_parts())
+    trained = newcomer.train(own, 0.05, 0, 1, lambda *_: None)
+    (name,) = own.codewords
+    shared = result.models.model_state[name][result.models.access.all(0)]
+    within = newcomer.engine.client_states["bea"][name]
+    assert len(shared)
+    assert torch.equal(within[: len(shared)], shared)
+    assert not torch.equal(trained.codewords[name], own.codewords[name])
+
+
+def test_the_training_moves_every_own_part(joined, result) -> None:
+    start = result.join(FEW_VALIDATED, epochs=0, head="own", batch_norm="own")
+    assert joined.lr == 0.05
+    (name,) = joined.own.codewords
+    assert not torch.equal(joined.own.codewords[name], start.own.codewords[name])
+    still = [n for n in joined.own.tensors if torch.equal(joined.own.tensors[n], start.own.tensors[n])]
+    assert not still
+    assert any(n.endswith("gate_logits") for n in joined.own.tensors)
+    assert any(n.endswith("running_mean") for n in joined.own.tensors)
+    assert any(n.startswith("classifier.") for n in joined.own.tensors)
+
+
+def test_the_task_trains_codewords_even_where_the_run_trained_them_by_their_own_loss() -> None:
+    codebook = replace(SMALL_CODEBOOK, codeword_gradient="code", codebook_loss_weight=0.0, commitment_weight=0.0)
+    trained = train_uefl(codebook)
+    start, joined = (trained.join(FEW_VALIDATED, epochs=n, lr=(0.05,)) for n in (0, 2))
+    (name,) = joined.own.codewords
+    assert joined.lr == 0.05
+    assert not torch.equal(start.own.codewords[name], joined.own.codewords[name])
+
+
+def test_new_codewords_are_the_centroids_of_the_newcomer_s_own_features(result) -> None:
+    joined = result.join(NEWCOMER, epochs=0)  # with min_examples=1, no centroids are merged
+    (name,) = joined.own.codewords
+    net = result.models.build().net
+    features = net.encode_segments(NEWCOMER.train.x)[0]
+    nearest = torch.cdist(features, joined.own.codewords[name]).argmin(1)
+    for i, codeword in enumerate(joined.own.codewords[name]):
+        members = features[nearest == i]
+        assert len(members)
+        torch.testing.assert_close(members.mean(0), codeword, rtol=1e-3, atol=1e-3)
+
+
+def test_a_silo_with_fewer_examples_than_min_examples_gets_no_codewords() -> None:
+    trained = train_uefl(replace(SMALL_CODEBOOK, min_examples=30))
+    joined = trained.join(NEWCOMER, epochs=0)
+    assert joined.num_codewords == 0
+    assert not joined.own.codewords
+    assert joined.shared == joined.after
+
+
+def test_the_stored_model_predicts_as_the_join_evaluated_it(joined, tmp_path) -> None:
+    joined.save(tmp_path)
+    method = joined.models.own_method
+    model = uefl.load(tmp_path, silo="bea", encoder=make_encoder(), method=method)
+    prediction = model.predict(NEWCOMER.test.x)
+    accuracy = float((prediction.labels == NEWCOMER.test.y.numpy()).mean())
+    assert accuracy == pytest.approx(joined.after["accuracy"])
+    assert float(prediction.uncertainty.entropy.mean()) == pytest.approx(joined.after["entropy"], rel=1e-5)
+    assert sum(model.label_counts) == len(NEWCOMER.train.y)
+
+
+def test_the_learning_rate_is_the_best_by_validation_and_never_by_test(result) -> None:
+    joined = result.join(NEWCOMER, epochs=2)
+    lr = result.models.method.local.lr
+    assert set(joined.validation_nll) == {0.0, *(f * lr for f in LR_FACTORS)}
+    assert joined.lr == min(joined.validation_nll, key=lambda rate: joined.validation_nll[rate])
+    assert joined.after["validation"]["nll"] == pytest.approx(joined.validation_nll[joined.lr])
+    relabeled = replace(NEWCOMER, test=NEWCOMER.test._replace(y=(NEWCOMER.test.y + 1) % NUM_CLASSES))
+    assert result.join(relabeled, epochs=2).validation_nll == joined.validation_nll
+
+
+def test_few_validation_examples_choose_no_rate(result) -> None:
+    joined = result.join(FEW_VALIDATED, epochs=1)
+    assert joined.lr == result.models.method.local.lr
+    assert joined.validation_nll == {}
+
+
+@pytest.mark.parametrize("name", ["fedbn", "fedper", "fine-tuning"])
+def test_methods_with_personal_tensors_give_the_newcomer_its_own(name: str) -> None:
+    trained = train(name)
+    joined = trained.join(NEWCOMER, epochs=2, lr=(0.01,))
+    assert set(joined.own.tensors) == set(trained.models.personal_names)
+    for silo_name, tensors in trained.models.personal_tensors.items():
+        assert have_equal_bits(tensors, joined.models.personal_tensors[silo_name])
+    assert have_equal_bits(trained.models.model_state, joined.models.model_state)
+    assert len(joined.model().predict(NEWCOMER.test.x)) == len(NEWCOMER.test.y)
+
+
+def test_a_personal_classifier_starts_as_the_mean_over_the_other_silos() -> None:
+    trained = train("fedper")
+    start = trained.join(NEWCOMER, epochs=0).own.tensors
+    for name in ("classifier.1.weight", "classifier.4.bias"):
+        others = [tensors[name] for tensors in trained.models.personal_tensors.values()]
+        torch.testing.assert_close(start[name], sum(others) / len(others))
+
+
+def test_a_method_without_own_parts_says_what_can_be_joined() -> None:
+    trained = train("fedavg")
+    with pytest.raises(InputError, match=r"no part of a silo's own.*head=own"):
+        trained.join(NEWCOMER)
+    assert trained.join(NEWCOMER, head="own", epochs=1, lr=(0.01,)).own.tensors
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n not in JOINABLE_METHODS.values() and n != "centralized"][:2])
+def test_a_method_without_a_rule_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} has no rule for a silo that joins"):
+        train(name, 2).join(NEWCOMER)
+
+
+def test_a_training_that_diverges_is_refused_or_not_chosen(result) -> None:
+    with pytest.raises(InputError, match=r"lr=1e\+30: the training diverges"):
+        result.join(FEW_VALIDATED, epochs=3, head="own", lr=(1e30,))
+    assert result.join(NEWCOMER, epochs=3, head="own", lr=(1e30,)).lr == 0
+
+
+def test_mistakes_are_one_line(result) -> None:
+    with pytest.raises(InputError, match="silo ada is in this run already"):
+        result.join(replace(NEWCOMER, name="ada"))
+    with pytest.raises(InputError, match="copy of silo ada"):
+        uefl.join(result.models.select_silo("ada"), NEWCOMER)
+    with pytest.raises(InputError, match="head=both"):
+        result.join(NEWCOMER, head="both")

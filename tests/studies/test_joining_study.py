@@ -1,0 +1,71 @@
+"""The study of joining: the same labeled examples for every way, records that are not computed twice, and its page."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import make_striped_silo
+
+from studies import joining
+
+TINY = "rounds=2 iterations=1 local.epochs=1 mc_samples=2 warmup_rounds=1 width=8 hidden_size=8"
+ROOT = Path(__file__).parents[2]
+SILO = make_striped_silo("ada", 40, 3)
+
+
+def test_labeled_examples_are_nested_disjoint_and_never_of_the_test_split() -> None:
+    small, large = (joining.select_labeled(SILO, count, 0) for count in (20, 50))
+    for silo, count in ((small, 20), (large, 50)):
+        assert (len(silo.train.y), len(silo.validation.y)) == (count * 4 // 5, count // 5)
+        assert torch.equal(silo.test.x, SILO.test.x)
+    rows = {split: {tuple(x.flatten().tolist()) for x in getattr(large, split).x} for split in ("train", "validation")}
+    assert not rows["train"] & rows["validation"]
+    chosen = {tuple(x.flatten().tolist()) for x in torch.cat([small.train.x, small.validation.x])}
+    assert chosen <= rows["train"] | rows["validation"]
+
+
+def test_the_numbers_of_labels_end_with_all_that_there_are() -> None:
+    assert joining.list_counts(SILO) == [25, 50, 53]  # 40 training and 13 validation examples
+
+
+def test_scores_are_accuracy_and_mean_log_loss() -> None:
+    scores = joining.compute_scores(np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]]), np.array([0, 1, 1]))
+    assert scores["accuracy"] == pytest.approx(2 / 3)
+    assert scores["nll"] == pytest.approx(-(np.log(0.9) + np.log(0.8) + np.log(0.4)) / 3)
+
+
+def test_ways_are_compared_in_pairs_of_silo_and_seed() -> None:
+    base = {"setup": "hospitals", "dataset": "heart", "count": 25}
+    records = [
+        {**base, "silo": silo, "seed": seed, "way": way, "accuracy": accuracy}
+        for seed in (0, 1)
+        for silo in ("a", "b")
+        for way, accuracy in (("join", 0.8 + 0.02 * seed), ("local-only", 0.7))
+    ]
+    records.append({**base, "silo": "c", "seed": 0, "way": "join", "accuracy": 0.0})  # without a partner
+    assert joining.compare_ways(records, "join", "local-only", "25") == "25 labels: +11.0 ± 1.0 points"
+
+
+def test_a_run_writes_every_way_once_and_the_page_has_them(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(joining, "COUNTS", (25,))
+    out = tmp_path / "joining.jsonl"
+    joining.run("hospitals", seeds="0", dataset="mnist5k", device="cpu", settings=TINY, out=out)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    ways = [way for way in joining.WAYS if way != "join, own batch norm"]  # the network of a table has none
+    assert [record["way"] for record in records if record["silo"] == "Hungary"] == ways
+    assert {record["silo"] for record in records} == {"Cleveland", "Hungary", "Switzerland", "VA Long Beach"}
+    assert all(0 <= record["accuracy"] <= 1 and record["nll"] > 0 for record in records)
+    joining.run("hospitals", seeds="0", dataset="mnist5k", device="cpu", settings=TINY, out=out)
+    assert len(out.read_text().splitlines()) == len(records), "nothing is computed twice"
+    joining.page(records_path=out, out=tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert all(f"| {way} |" in text for way in ways)
+    assert "Joining ahead of local-only" in text
+
+
+@pytest.mark.records
+def test_the_page_is_made_from_the_records(tmp_path: Path) -> None:
+    joining.page(records_path=ROOT / joining.RECORDS, out=tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == (ROOT / joining.PAGE).read_text()
