@@ -39,6 +39,8 @@ PUBLIC_ORDER = "public order"
 PUBLIC_STEP = "public step"
 SILO_PERMUTATIONS = "silo permutations"
 RANDOM_RECEIVERS = "random receivers"
+CALIBRATION_PART = "calibration"
+DRIFT_PERMUTATIONS = "drift permutations"
 
 # The silo that holds all data in the method `centralized`.
 CENTRAL_SILO = "pooled"

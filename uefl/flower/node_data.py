@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from uefl.core.errors import InputError
-from uefl.core.federation import Examples, Silo, Split
+from uefl.core.federation import Silo, map_examples
 from uefl.data import SOURCES
 from uefl.data.config import DataConfig, encode_silo
 from uefl.data.images import Images
@@ -138,8 +138,4 @@ def align_labels(node_data: NodeData, classes: tuple[str, ...]) -> Silo:
             raise InputError(f"class '{name}' is not a class of the federation: {', '.join(classes)}")
     new_labels = torch.tensor([classes.index(name) for name in node_data.classes])
 
-    def relabel(split: Split) -> Examples:
-        examples = node_data.silo.examples(split)
-        return examples._replace(y=new_labels[examples.y])
-
-    return replace(node_data.silo, train=relabel("train"), validation=relabel("validation"), test=relabel("test"))
+    return map_examples(node_data.silo, lambda examples: examples._replace(y=new_labels[examples.y]))
