@@ -82,6 +82,16 @@ def write_bytes(path: Path, contents: bytes, *, keep_as: Path | None = None) -> 
         raise
 
 
+def keep_old_version(path: Path) -> Path | None:
+    """Give an existing file a new name, such as calibration-1.json, and return it."""
+    if not path.exists():
+        return None
+    number = 1
+    while (kept := path.with_stem(f"{path.stem}-{number}")).exists():
+        number += 1
+    return path.rename(kept)
+
+
 def make_temporary_path(path: Path) -> Path:
     """Return the name under which this process writes the next version of a file."""
     return path.with_name(f".{path.name}.{os.getpid()}")
