@@ -77,3 +77,11 @@ def test_the_true_error_rate_exceeds_the_risk_in_at_most_a_share_delta_of_calibr
     assert failures <= binom(repeats, DELTA).ppf(0.999)
     if worst == 0.12:
         assert failures > 0, "the bound is used, not far from it"
+
+
+def test_the_sequence_ends_with_the_first_test_that_fails():
+    """Errors among the most certain half fail the first test, although all 400 answers together would pass."""
+    is_wrong = torch.zeros(400, dtype=torch.bool)
+    is_wrong[:9] = True
+    assert compute_upper_bound(9, 200) > 0.05 > compute_upper_bound(9, 400)
+    assert not choose_threshold(torch.linspace(0, 1, 400), is_wrong, 0.05).is_certified
