@@ -134,6 +134,7 @@ def test_mistakes_are_one_line(calibratable, plain, tmp_path):
         ("calibrate", str(calibratable), "coverage=1.5"): "coverage=1.5 must be greater than 0 and less than 1",
         ("calibrate", str(calibratable), "coverge=0.9"): "unknown field 'coverge' (did you mean 'coverage'?)",
         ("calibrate", str(calibratable), "risk=high"): "risk=high is not a number",
+        ("calibrate", str(calibratable), "--device", "gpu"): "device=gpu is not available",
         ("calibrate", str(calibratable), "--silo", "D9"): "unknown silo 'D9'; known: D1-1, D2-1, D3-1",
         ("calibrate", str(folder), str(tmp_path / "classes"), "--silo", "south"): (
             "class 'z' is not a class of the model: x, y"

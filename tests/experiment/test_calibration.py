@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import NUM_CLASSES, make_encoder, make_method, make_pattern_examples, make_pattern_silos
 
+from uefl.algorithms import METHODS
 from uefl.core.abstention import ALL_ANSWERS, NO_ANSWER
 from uefl.core.conformal import ALL_CLASSES
 from uefl.core.errors import InputError
@@ -160,6 +161,19 @@ def test_held_out_examples_are_predictions_without_inputs(result, tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(InputError, match=r"held-out\.safetensors is damaged"):
         read_held_out(path)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_calibrated(name):
+    silos = make_silos()
+    method = make_method(name, **({"codebook": True} if name in ("uefl", "vq-fedavg") else {}))
+    trained = train(method, silos, make_encoder(), num_classes=NUM_CLASSES, hidden_size=16)
+    assert sorted(trained.models.held_out) == sorted(SIZES)
+    predictions = trained.calibrate(risk=0.9).model("silo 0").predict(silos[0].test.x)
+    assert len(predictions.sets) == len(predictions.abstain) == 30
+    assert trained.models.held_out["silo 0"].measurements.codeword_counts.shape[1] == (
+        0 if trained.server.access.shape[1] == 0 else int(trained.server.access[0].sum())
+    )
 
 
 def test_without_a_codebook_there_are_no_codewords():

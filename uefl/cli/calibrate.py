@@ -57,6 +57,7 @@ def calibrate(
     """
     from rich.console import Console
 
+    from uefl.engines.choosing import check_device
     from uefl.experiment.calibration import calibrate_silos, find_changes, read_calibrations, write_calibrations
     from uefl.experiment.calibration_report import explain_calibration, make_calibration_table
     from uefl.experiment.files import ensure_writable_folder, keep_old_version
@@ -64,6 +65,7 @@ def calibrate(
     from uefl.experiment.loading import find_model_file, open_models
     from uefl.experiment.run_folder import RunFolder
 
+    check_device(device)
     settings, label_column, paths = parse_arguments(arguments or [])
     if paths and not silo:
         raise InputError("files belong to one silo; name it with --silo")
@@ -130,7 +132,7 @@ def _hold_out_files(models: SiloModels, silo: str, paths: Sequence[Path], label_
     examples = read_labeled_inputs(paths, models.description, context, label_column)
     for line in context.skipped_messages:
         typer.echo(f"skipped: {line}", err=True)
-    measurements = measure_examples(models.build(silo, device), examples.x)
+    measurements = measure_examples(models.build(silo, device), examples.x, show_progress=True)
     return HeldOut(examples.y, measurements, source=LABELED_FILES)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from uefl.core.errors import InputError
 from uefl.core.federation import Silo, iterate_batch_slices
 from uefl.core.temperature import fit_temperature
+from uefl.data.readers.context import ReadContext
 from uefl.experiment.checkpoint import load_tensors, save_tensors
 from uefl.experiment.silo_models import SiloModels
 from uefl.experiment.trained_model import TrainedModel
@@ -46,10 +47,13 @@ class HeldOut:
     source: str = CALIBRATION_PART
 
 
-def measure_examples(model: TrainedModel, x: Tensor, first_batch: int = 0) -> Measurements:
+def measure_examples(
+    model: TrainedModel, x: Tensor, first_batch: int = 0, *, show_progress: bool = False
+) -> Measurements:
     """Measure converted inputs; the number of the first batch addresses the draws of dropout."""
     slices = list(iterate_batch_slices(len(x), model.batch_size)) or [slice(0, 0)]
-    batches = [_measure_batch(model, x[s], first_batch + i) for i, s in enumerate(slices)]
+    tracked = ReadContext(show_progress=show_progress).track_progress(slices, "predicting", len(slices))
+    batches = [_measure_batch(model, x[s], first_batch + i) for i, s in enumerate(tracked)]
     return Measurements(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
 
 

@@ -84,7 +84,7 @@ def watch_silo(
     model = models.build(silo_name, device)
     # The batches of the reference have other draws of dropout: equal draws would make inputs alike.
     num_batches = len(list(iterate_batch_slices(len(reference.labels), model.batch_size)))
-    new = measure_examples(model, x, first_batch=num_batches)
+    new = measure_examples(model, x, first_batch=num_batches, show_progress=True)
     own = reference.measurements
     comparisons = compare_examples(
         *(_to_array(t) for t in (own.entropy, new.entropy, own.codeword_counts, new.codeword_counts)),
