@@ -29,9 +29,9 @@ def calibratable(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> tuple[Path, Path]:
-    """A run without a calibration part on photos of two silos, and labeled photos."""
+    """A run without a calibration part on photos of three silos, and labeled photos."""
     root = tmp_path_factory.mktemp("photos")
-    write_photos(root / "photos", list_photo_names(["north", "south"], "xy", 12))
+    write_photos(root / "photos", list_photo_names(["north", "south", "west"], "xy", 12))
     write_photos(root / "new", list_photo_names(["labeled"], "xy", 6), seed=1)
     return train_run(root / "runs", "fedavg", "folder", f"path={root / 'photos'}"), root / "new" / "labeled"
 
@@ -51,7 +51,8 @@ def test_a_run_with_a_calibration_part_is_calibrated_and_predicts_sets(calibrata
     )
     assert list(rows[0])[-2:] == ["prediction_set", "abstain"]
     assert {row["abstain"] for row in rows} <= {"True", "False"}
-    assert set(" ".join(row["prediction_set"] for row in rows).split()) <= set("0123456789")
+    assert set("|".join(row["prediction_set"] for row in rows).split("|")) <= {*"0123456789", ""}
+    assert any("|" in row["prediction_set"] for row in rows)
     auto = call_cli("predict", str(calibratable), str(photos), "--silo", "auto")
     assert "no coverage is guaranteed for a silo that is chosen by its inputs" in auto.stderr
     shared = call_cli("predict", str(calibratable), str(photos))
@@ -73,7 +74,7 @@ def test_another_result_is_never_written_over_the_first(calibratable):
     assert folder.calibration_path.read_bytes() == before
     assert len(list(calibratable.glob("calibration*.json"))) == kept
     answer = call_cli("calibrate", str(calibratable), "coverage=0.6", "pooling=30", "--replace")
-    assert f"the calibration before is calibration-{kept}.json" in answer.stdout
+    assert f"the calibration before is kept as calibration-{kept}.json" in answer.stdout
     assert "No coverage is guaranteed per silo" in " ".join(answer.stdout.split())
     assert (calibratable / f"calibration-{kept}.json").read_bytes() == before
 
@@ -100,6 +101,12 @@ def test_a_run_without_a_calibration_part_uses_labeled_files(plain):
         "silo north has 12 examples already, labeled files; leave the files out, or add --replace to use them instead"
     )
     assert call_cli("calibrate", str(folder), "--silo", "north").code == 0, "the examples are stored"
+    assert call_cli("calibrate", str(folder), str(labeled), "--silo", "south").code == 0
+    assert list(json.loads(RunFolder(folder).calibration_path.read_text())["silos"]) == ["north", "south"]
+    assert not list(folder.glob("*-1.*")), "nothing was replaced, so nothing is kept"
+    replaced = call_cli("calibrate", str(folder), str(labeled), "coverage=0.8", "--silo", "south", "--replace")
+    assert replaced.code == 0, replaced.stderr
+    assert {path.name for path in folder.glob("*-1.*")} == {"calibration-1.json", "held-out-1.safetensors"}
 
 
 def test_labels_of_a_table_are_read_with_the_settings_of_the_run(tmp_path):
@@ -136,11 +143,11 @@ def test_mistakes_are_one_line(calibratable, plain, tmp_path):
         ("calibrate", str(calibratable), "risk=high"): "risk=high is not a number",
         ("calibrate", str(calibratable), "--device", "gpu"): "device=gpu is not available",
         ("calibrate", str(calibratable), "--silo", "D9"): "unknown silo 'D9'; known: D1-1, D2-1, D3-1",
-        ("calibrate", str(folder), str(tmp_path / "classes"), "--silo", "south"): (
+        ("calibrate", str(folder), str(tmp_path / "classes"), "--silo", "west"): (
             "class 'z' is not a class of the model: x, y"
         ),
-        ("calibrate", str(folder), str(labeled.parent / "absent"), "--silo", "south"): "absent",
-        ("calibrate", str(folder), "--silo", "south"): "silo south has no calibration part",
+        ("calibrate", str(folder), str(labeled.parent / "absent"), "--silo", "west"): "absent",
+        ("calibrate", str(folder), "--silo", "west"): "silo west has no calibration part",
     }
     for arguments, message in cases.items():
         assert message in call_with_mistake(*arguments), arguments

@@ -95,13 +95,13 @@ def calibrate(
                 f"pooling={before.pooling}, {before.source}; add --replace, which keeps the old calibration"
             )
         if paths:
-            keep_old_version(folder.held_out_path)
+            if silo in models.held_out:
+                keep_old_version(folder.held_out_path)
             save_held_out(folder.held_out_path, held_out)
+        if changed:
+            typer.echo(f"the calibration before is kept as {keep_old_version(folder.calibration_path).name}")
         if old != {**old, **chosen}:
-            kept = keep_old_version(folder.calibration_path)
             write_calibrations(folder.calibration_path, models, {**old, **chosen})
-            if kept:
-                typer.echo(f"the calibration before is {kept.name}")
     console = Console()
     console.print(make_calibration_table(chosen))
     for line in explain_calibration(chosen):

@@ -82,14 +82,13 @@ def write_bytes(path: Path, contents: bytes, *, keep_as: Path | None = None) -> 
         raise
 
 
-def keep_old_version(path: Path) -> Path | None:
-    """Give an existing file a new name, such as calibration-1.json, and return it."""
-    if not path.exists():
-        return None
+def keep_old_version(path: Path) -> Path:
+    """Copy a file that will be replaced to a new name, such as calibration-1.json, and return it."""
     number = 1
     while (kept := path.with_stem(f"{path.stem}-{number}")).exists():
         number += 1
-    return path.rename(kept)
+    write_bytes(kept, path.read_bytes())
+    return kept
 
 
 def make_temporary_path(path: Path) -> Path:
