@@ -9,7 +9,7 @@ Legend for shapes: n reference examples, m new ones, N = n + m, V codewords, P p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.random import PCG64, Generator
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Tracker = Callable[[Iterable[NDArray[np.bool_]], int], Iterable[NDArray[np.bool_]]]
 ENTROPY, CODEWORDS = "entropy", "codeword use"
 MIN_PERMUTATIONS = 1999
 PERMUTATIONS_PER_LEVEL = 20  # the smallest p-value is this much below the level that it is compared with
@@ -47,8 +48,12 @@ def compare_examples(
     level: float,
     looks: int,
     seed: int,
+    track: Tracker = lambda masks, _: masks,
 ) -> list[Comparison]:
-    """Compare entropies [n], [m] and, where there are codewords, their counts per example [n, V], [m, V]."""
+    """Compare entropies [n], [m] and, where there are codewords, their counts per example [n, V], [m, V].
+
+    `track` can show the progress of iterating over blocks of permutations, given their number.
+    """
     n = len(reference_entropy)
     entropy = np.concatenate([reference_entropy, new_entropy])
     counts = np.concatenate([reference_counts, new_counts])
@@ -59,7 +64,8 @@ def compare_examples(
     statistics = {name: float(functions[name](observed)[0]) for name in names}
     exceeding = dict.fromkeys(names, 0)
     num_permutations = count_permutations(level / looks / len(names))
-    for masks in draw_references(n, len(entropy), num_permutations, seed):
+    blocks = draw_references(n, len(entropy), num_permutations, seed)
+    for masks in track(blocks, -(-num_permutations // count_per_block(len(entropy)))):
         for name in names:
             # Equal arrangements give equal statistics up to rounding.
             exceeding[name] += int((functions[name](masks) >= statistics[name] - 1e-12).sum())
@@ -84,10 +90,15 @@ def count_permutations(level: float) -> int:
     return max(MIN_PERMUTATIONS, int(np.ceil(PERMUTATIONS_PER_LEVEL / level)) - 1)
 
 
+def count_per_block(total: int) -> int:
+    """Return how many permutations of N examples are drawn at once."""
+    return max(1, _NUMBERS_AT_ONCE // total)
+
+
 def draw_references(n: int, total: int, num_permutations: int, seed: int) -> Iterator[NDArray[np.bool_]]:
     """Yield masks [.., N] that choose n of N examples at random."""
     rng = Generator(PCG64(seed))
-    per_block = max(1, _NUMBERS_AT_ONCE // total)
+    per_block = count_per_block(total)
     for start in range(0, num_permutations, per_block):
         keys = rng.random((min(per_block, num_permutations - start), total))
         masks = np.zeros(keys.shape, dtype=bool)

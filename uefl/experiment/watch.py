@@ -16,6 +16,7 @@ from uefl.core.errors import InputError
 from uefl.core.federation import iterate_batch_slices
 from uefl.core.noise import derive_key
 from uefl.data.preview import save_new_file
+from uefl.data.readers.context import ReadContext
 from uefl.experiment.held_out import HeldOut, Measurements, measure_examples
 from uefl.experiment.silo_models import SiloModels
 
@@ -91,6 +92,7 @@ def watch_silo(
         level=level,
         looks=looks,
         seed=derive_key(models.description.seed, silo_name, addresses.DRIFT_PERMUTATIONS),
+        track=lambda blocks, total: ReadContext(show_progress=True).track_progress(blocks, "permuting", total),
     )
     return WatchReport(silo_name, reference, new, comparisons, looks)
 
