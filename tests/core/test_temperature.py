@@ -1,11 +1,19 @@
 """Temperature scaling from sums, against the same by hand and by scipy."""
 
+import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize_scalar
 
 from uefl.core.metrics import NLL_BY_TEMPERATURE, compute_scaled_nll
-from uefl.core.temperature import NUM_TEMPERATURES, TEMPERATURES, scale_nll, sum_nll_by_temperature
+from uefl.core.temperature import (
+    NUM_TEMPERATURES,
+    TEMPERATURES,
+    fit_temperature,
+    scale_nll,
+    scale_probabilities,
+    sum_nll_by_temperature,
+)
 
 
 def make_overconfident(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,3 +69,37 @@ def test_records_have_the_temperature_by_validation_and_the_nll_of_test_examples
     assert metrics["nll_scaled"] == pytest.approx(float(sums["test"][NLL_BY_TEMPERATURE][i]) / 300)
     none = {"num_examples": torch.tensor(0.0), NLL_BY_TEMPERATURE: torch.zeros(NUM_TEMPERATURES)}
     assert compute_scaled_nll(none, sums["test"]) == {}
+
+
+def test_scaled_probabilities_are_powers_and_the_temperature_is_that_of_scikit_learn() -> None:
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.calibration import CalibratedClassifierCV
+    from sklearn.frozen import FrozenEstimator
+
+    class Probabilities(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+        """Inputs are log-probabilities, which scikit-learn divides by the temperature."""
+
+        classes_ = np.arange(4)
+
+        def fit(self, _x: object, _y: object) -> "Probabilities":
+            return self
+
+        def __sklearn_is_fitted__(self) -> bool:
+            return True
+
+        def decision_function(self, x: np.ndarray) -> np.ndarray:
+            return x
+
+        def predict(self, x: np.ndarray) -> np.ndarray:
+            return x.argmax(1)
+
+    p, y = make_overconfident(2000, 3)
+    oracle = CalibratedClassifierCV(FrozenEstimator(Probabilities()), method="temperature")
+    oracle.fit(p.log().numpy(), y.numpy())
+    inverse = oracle.calibrated_classifiers_[0].calibrators[0].beta_
+    fitted = fit_temperature(p, y)
+    assert fitted == pytest.approx(1 / inverse, rel=0.05)  # half a step of the grid
+    assert fitted == pytest.approx(2, rel=0.1)
+    powers = p ** (1 / fitted)
+    torch.testing.assert_close(scale_probabilities(p, fitted), powers / powers.sum(1, keepdim=True))
+    assert fit_temperature(p[:0], y[:0]) == pytest.approx(1)

@@ -1,11 +1,24 @@
 """After the last round every silo keeps its copy of the model, and only its own."""
 
+import stat
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from small_federation import SILOS, make_experiment, make_flower_engine, make_grid, run_rounds
+from harness import call_cli
+from small_federation import (
+    SILOS,
+    make_experiment,
+    make_flower_engine,
+    make_grid,
+    make_serial_engine,
+    max_difference,
+    run_rounds,
+)
 
 from uefl.core.federation import is_codeword_tensor
+from uefl.experiment.held_out import read_held_out
 from uefl.experiment.loading import load, open_models
 from uefl.experiment.run_folder import RunFolder
 from uefl.flower.client_state import ClientStateStore
@@ -60,3 +73,24 @@ def test_a_model_that_cannot_be_written_is_a_note(tmp_path, monkeypatch):
     assert notes == ["the silo could not write its copy of the model"] * 3
     assert all("accuracy" in silo for silo in records[-1]["silos"].values())
     assert not find_copies(tmp_path)
+
+
+def test_every_silo_calibrates_its_copy_with_examples_that_nothing_else_has_read(tmp_path):
+    experiment = make_experiment("uefl")
+    experiment = replace(experiment, data=replace(experiment.data, calibration_fraction=0.3))
+    server, _ = run_rounds(make_flower_engine(make_grid(tmp_path), experiment), experiment)
+    expected, _ = run_rounds(make_serial_engine(experiment), experiment)
+    assert max_difference(server, expected) < 1e-9
+    for silo in load_data_once(experiment.data, experiment.seed)[0]:
+        folder = RunFolder(find_copies(tmp_path)[silo.name].parent)
+        assert stat.S_IMODE(folder.held_out_path.stat().st_mode) == 0o600
+        (own,) = read_held_out(folder.held_out_path).values()
+        assert torch.equal(own.labels, silo.calibration.y)
+        assert own.measurements.probabilities.numpy() == pytest.approx(
+            load(folder.path).predict(silo.calibration.x).probabilities
+        )
+        answer = call_cli("calibrate", str(folder.path), "coverage=0.6", "risk=0")
+        assert answer.code == 0, answer.stderr
+        model = load(folder.path)
+        assert model.thresholds["coverage"] == 0.6
+        assert model.predict(silo.test.x).sets is not None

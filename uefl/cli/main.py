@@ -32,6 +32,9 @@ unusually high uncertainty receive additional codewords.
   uefl list uefl mnist             every setting of a method on a data set
   uefl data show mnist             a figure of the silos, before training
   uefl show runs/*                 tables of finished runs, the state of the others
+  uefl predict RUN new/ --silo A   classes and uncertainty of new images
+  uefl calibrate RUN               prediction sets, silo by silo
+  uefl watch RUN new/ --silo A     is this still the data of silo A?
 
 Each run writes to its own folder in `runs/`. Results are never overwritten:
 repeating a command shows a finished run or resumes an unfinished one.

@@ -53,9 +53,10 @@ def predict(
     """Predict the classes of new images, or of new rows of a table.
 
     Writes one row per image or row: file (and line), label, probability, predictive entropy
-    and mutual information (both in nats). Images, rows and tables that cannot
-    be used are named, counted and skipped; the exit code is 2 if nothing is
-    left, else 0. All inputs of one command use the same model.
+    and mutual information (both in nats); after `uefl calibrate`, also prediction
+    set and abstain. Images, rows and tables that cannot be used are named,
+    counted and skipped; the exit code is 2 if nothing is left, else 0. All
+    inputs of one command use the same model.
 
     \b
     Examples:
@@ -111,6 +112,8 @@ def predict(
             if not (count := write_rows(rows, file, chosen_format)):
                 raise no_usable_image(context)  # and leave no file
     _report(context, count, f"silo {model.silo_name}" if model.silo_name else "all silos", out)
+    if not model.silo_name and models.is_calibrated:
+        typer.echo("no prediction sets: a calibration belongs to a silo; choose one with --silo", err=True)
 
 
 def _choose_silo(models: SiloModels, probes: Tensor, device: str) -> str:

@@ -139,14 +139,16 @@ def _check_silo(silo: Silo, num_classes: int) -> Silo:
     )
     if len(train.y):
         check_train_size(owner, len(train.y))
-    expected = list(train.x.shape[1:])
-    for split, examples in (("validation", validation), ("test", test)):
+    expected, calibration = list(train.x.shape[1:]), None
+    if silo.calibration is not None:
+        calibration = _check_split(owner, silo.calibration, num_classes)
+    for split, examples in (("validation", validation), ("test", test), ("calibration", calibration or test)):
         if (shape := list(examples.x.shape[1:])) != expected:
             raise InputError(
                 f"{owner}: {split} examples have shape {shape}, but training examples have {expected}; "
                 "they must be equal"
             )
-    return replace(silo, train=train, validation=validation, test=test)
+    return replace(silo, train=train, validation=validation, test=test, calibration=calibration)
 
 
 def _check_split(owner: str, examples: Examples, num_classes: int) -> Examples:

@@ -35,7 +35,10 @@ class Examples(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Silo:
-    """An owner of data. Training uses `train`, decisions use `validation`; `test` is never used for a decision (D3)."""
+    """An owner of data. Training uses `train`, decisions use `validation`; `test` is never used for a decision (D3).
+
+    `calibration` is no split: no engine reads it. It is for what follows the training.
+    """
 
     name: str
     train: Examples
@@ -44,6 +47,7 @@ class Silo:
     domain: str = ""
     public: Tensor | None = None  # [P, ...] images that every silo can read, without labels; the same for all silos
     train_groups: Tensor | None = None  # [n] int64, equal for training examples of one group, such as a patient
+    calibration: Examples | None = None  # examples that only a calibration reads, after training; None: none
 
     @classmethod
     def from_tensors(
@@ -55,11 +59,14 @@ class Silo:
         domain: str = "",
         test_fraction: float = 0.2,
         validation_fraction: float = 0.1,
+        calibration_fraction: float = 0.0,
         seed: int = 0,
         public: Tensor | None = None,
         groups: Tensor | None = None,
     ) -> Silo:
-        """Split examples into test examples and, of the rest, validation and training examples, drawn by the seed.
+        """Split examples into test examples and, of the rest, validation, calibration and training examples.
+
+        The seed draws them. Both fractions are those of the examples that are not for testing.
 
         Tensors, NumPy arrays and lists are accepted. Labels are class indices. Images of uint8 are scaled:
         (x / 255 − 0.5) / 0.25; other inputs stay as they are. Examples of one group, such as a patient, stay together:
@@ -68,6 +75,7 @@ class Silo:
         owner = f"silo {name}"
         check_fraction(owner, "test_fraction", test_fraction)
         check_fraction(owner, "validation_fraction", validation_fraction, allow_zero=True)
+        check_fraction(owner, "calibration_fraction", calibration_fraction, allow_zero=True)
         x, y = convert_examples(owner, x, y)
         ids = None if groups is None else torch.unique(torch.as_tensor(groups), return_inverse=True)[1]
         if ids is not None and len(ids) != len(y):
@@ -75,17 +83,26 @@ class Silo:
         count = len(y) if ids is None else int(ids.max()) + 1
         order = permutation(derive_key(seed, name, addresses.SILO_SPLIT), count).to(y.device)
         num_test = round(count * test_fraction)
-        num_held_out = num_test + round((count - num_test) * validation_fraction)
+        num_validation, num_calibration = (
+            round((count - num_test) * fraction) for fraction in (validation_fraction, calibration_fraction)
+        )
+        num_held_out = num_test + num_validation
         if not num_test:
             kind = "examples" if ids is None else "groups"
             raise InputError(f"{owner}: test_fraction={test_fraction} of {count} {kind} is none; one is needed")
-        indices = [order[num_held_out:], order[num_test:num_held_out], order[:num_test]]
+        first_train = num_held_out + num_calibration
+        indices = [order[first_train:], order[num_test:num_held_out], order[:num_test], order[num_held_out:first_train]]
         if ids is not None:
             indices = [torch.isin(ids, chosen).nonzero()[:, 0] for chosen in indices]
         check_train_size(owner, len(indices[0]))
-        train, validation, test = (Examples(x[i], y[i]) for i in indices)
-        train_groups = None if ids is None else ids[indices[0]]
-        return cls(name, train, validation, test, domain=domain, public=public, train_groups=train_groups)
+        train, validation, test, calibration = (Examples(x[i], y[i]) for i in indices)
+        return cls(
+            *(name, train, validation, test),
+            domain=domain,
+            public=public,
+            train_groups=None if ids is None else ids[indices[0]],
+            calibration=calibration if num_calibration else None,
+        )
 
     def examples(self, split: Split) -> Examples:
         """Return the examples of a split."""
@@ -310,6 +327,18 @@ def iterate_batch_slices(n: int, batch_size: int) -> Iterator[slice]:
         starts.pop()
     for i, start in enumerate(starts):
         yield slice(start, starts[i + 1] if i + 1 < len(starts) else n)
+
+
+def map_examples(silo: Silo, change: Callable[[Examples], Examples]) -> Silo:
+    """Return a silo with all its examples changed, those for calibration too."""
+    changed: dict[str, Any] = {split: change(silo.examples(split)) for split in SPLITS}
+    return replace(silo, **changed, calibration=silo.calibration and change(silo.calibration))
+
+
+def list_parts(silo: Silo) -> dict[str, Examples]:
+    """Return the examples of a silo by the name of their part; without examples for calibration, the splits."""
+    parts: dict[str, Examples] = {split: silo.examples(split) for split in SPLITS}
+    return parts if silo.calibration is None else {**parts, "calibration": silo.calibration}
 
 
 def concatenate_examples(pieces: Sequence[Examples]) -> Examples:

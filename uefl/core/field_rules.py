@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, field, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from uefl.core.errors import InputError
 
@@ -32,7 +32,7 @@ def setting(
     help_text: str = "",
     *,
     default_factory: Any = MISSING,
-    in_run_id: bool = True,
+    in_run_id: bool | Literal["when changed"] = True,
     finite: bool = True,
     per_column: bool = False,
     zero: str = "",
@@ -42,8 +42,8 @@ def setting(
 
     Bounds apply to a number, or to every entry of a tuple. Numbers with a bound must be finite, unless `finite=False`.
     `zero` is what 0 means, for error messages. A field with `in_run_id=False` does not change results and is not part
-    of the run id. A field with `per_column=True` is a tuple of entries `column=value`, which are set as
-    `field.column=value`.
+    of the run id; with "when changed", its default is not part of it, so that earlier runs keep their id. A field with
+    `per_column=True` is a tuple of entries `column=value`, which are set as `field.column=value`.
     """
     if wrong := bounds.keys() - RANGE_RULES.keys():
         raise TypeError(f"unknown bounds: {', '.join(sorted(wrong))}")

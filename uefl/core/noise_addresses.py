@@ -40,6 +40,8 @@ PUBLIC_STEP = "public step"
 SILO_PERMUTATIONS = "silo permutations"
 RANDOM_RECEIVERS = "random receivers"
 EXPORTED_MASKS = "exported masks"
+CALIBRATION_PART = "calibration"
+DRIFT_PERMUTATIONS = "drift permutations"
 
 # The silo that holds all data in the method `centralized`.
 CENTRAL_SILO = "pooled"

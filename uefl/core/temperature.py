@@ -35,3 +35,15 @@ def scale_nll(validation: Tensor, test: Tensor, num_test: float) -> tuple[float,
     by_distance = sorted(range(NUM_TEMPERATURES), key=lambda i: abs(math.log(TEMPERATURES[i])))
     best = min(by_distance, key=lambda i: float(validation[i]))
     return TEMPERATURES[best], float(test[best]) / max(num_test, 1)
+
+
+def scale_probabilities(p: Tensor, temperature: float) -> Tensor:
+    """Return probabilities [B, C] at a temperature: p^(1/T), normalized, in double precision."""
+    log_p = p.double().clamp_min(torch.finfo(torch.float32).tiny).log()
+    return torch.softmax(log_p / temperature, -1)
+
+
+def fit_temperature(p: Tensor, y: Tensor) -> float:
+    """Return the temperature at which labels y [B] are most probable; without examples, 1."""
+    sums = sum_nll_by_temperature(p, y)
+    return scale_nll(sums, sums, len(y))[0]

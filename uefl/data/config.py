@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, replace
 from torch import Tensor
 
 from uefl.core.errors import InputError, unknown_value_error
-from uefl.core.federation import Examples, Silo
+from uefl.core.federation import Examples, Silo, map_examples
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.memory import check_memory
 from uefl.data import PARTITIONERS, SOURCES
+from uefl.data.calibration_part import hold_out_calibration
 from uefl.data.images import Images, resize_images, select_first_classes, select_rows, standardize_images
 from uefl.data.partitioners.groups import mark_groups_of_target, partition_groups, warn_groups_of_target
 from uefl.data.partitioners.leave_one_domain_out import get_named_domains
@@ -89,6 +90,14 @@ class DataConfig:
         "Fraction of a silo's training images held out for validation; every decision uses only these (D3).",
         at_least=0,
         below=1,
+    )
+    calibration_fraction: float = setting(
+        0.0,
+        "Fraction of a silo's training images held out for `uefl calibrate` and `uefl watch`; nothing else reads them.",
+        at_least=0,
+        below=1,
+        zero="none",
+        in_run_id="when changed",
     )
     # Beyond these bounds, Dirichlet draws are meaningless in double precision.
     alpha: float = setting(
@@ -220,7 +229,7 @@ class DataConfig:
         return [self._load_silo(partition, images, seed, public) for partition in partitions]
 
     def _check_memory(self, partitions: list[Partition], images: Images) -> None:
-        num_images = sum(len(indices) for p in partitions for indices in (p.train, p.validation, p.test))
+        num_images = sum(len(indices) for _, *splits in partitions for indices in splits)
         channels, height, width = images.x.shape[1:]
         if self.image_size:
             height = width = self.image_size
@@ -235,10 +244,10 @@ class DataConfig:
             partitions = partition(self, kept, seed)
         else:
             partitions = partition_groups(partition, self, kept, seed)
-        if not is_left_out.any():
-            return partitions
-        indices = (~is_left_out).nonzero()[:, 0]  # by the index among the remaining images
-        return [Partition(silo, *(indices[split] for split in splits)) for silo, *splits in partitions]
+        if is_left_out.any():
+            indices = (~is_left_out).nonzero()[:, 0]  # by the index among the remaining images
+            partitions = [Partition(silo, *(indices[split] for split in splits)) for silo, *splits in partitions]
+        return hold_out_calibration(partitions, images, self.calibration_fraction, seed)
 
     @property
     def num_held_out(self) -> int:
@@ -271,21 +280,17 @@ class DataConfig:
             x = apply_shift(images.x[indices], partition.silo.shift, seed, indices)
             return Examples(standardize_images(resize_images(x, self.image_size), images), images.y[indices])
 
-        train, validation, test = map(load_split, (partition.train, partition.validation, partition.test))
+        silo, *splits = partition
+        train, validation, test, calibration = map(load_split, splits)
         return Silo(
-            partition.silo.name,
-            train,
-            validation,
-            test,
-            domain=partition.silo.domain,
+            *(silo.name, train, validation, test),
+            domain=silo.domain,
             public=public,
             train_groups=None if images.group_ids is None else images.group_ids[partition.train],
+            calibration=calibration if len(calibration.y) else None,
         )
 
 
 def encode_silo(silo: Silo, table: TableFormat) -> Silo:
     """Return the silo of a table with features in place of parsed cells."""
-    train, validation, test = (
-        examples._replace(x=table.encode(examples.x)) for examples in (silo.train, silo.validation, silo.test)
-    )
-    return replace(silo, train=train, validation=validation, test=test)
+    return map_examples(silo, lambda examples: examples._replace(x=table.encode(examples.x)))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from uefl.core.errors import InputError
-from uefl.core.federation import Examples, Silo, Split
+from uefl.core.federation import Silo, map_examples
 from uefl.data.config import DataConfig, encode_silo
 from uefl.data.images import Images
 from uefl.data.readers.context import ReadContext
@@ -69,9 +69,4 @@ def align_labels(own: OwnSilo, classes: tuple[str, ...]) -> Silo:
         if name not in classes:
             raise InputError(f"class '{name}' is not a class of the federation: {', '.join(classes)}")
     new_labels = torch.tensor([classes.index(name) for name in own.classes])
-
-    def relabel(split: Split) -> Examples:
-        examples = own.silo.examples(split)
-        return examples._replace(y=new_labels[examples.y])
-
-    return replace(own.silo, train=relabel("train"), validation=relabel("validation"), test=relabel("test"))
+    return map_examples(own.silo, lambda examples: examples._replace(y=new_labels[examples.y]))

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from uefl.core.errors import InputError, unknown_value_error
-from uefl.core.federation import Examples, Silo
+from uefl.core.federation import Examples, Silo, list_parts
 from uefl.data.images import Images
 
 if TYPE_CHECKING:
@@ -30,16 +30,17 @@ def make_count_table(silos: Sequence[Silo], images: Images) -> Table:
     table = Table(title=f"{images.name}: {len(silos)} silos", caption=_describe_omitted(silos) or None)
     for heading in ("silo", "domain"):
         table.add_column(heading)
-    for heading in ("train", "validation", "test", "classes"):
+    parts = name_parts(silos)
+    for heading in (*parts, "classes"):
         table.add_column(heading, justify="right")
     for silo in silos[:_MAX_SILOS]:
         num_classes = int((torch.bincount(_get_shown_examples(silo).y) > 0).sum())
         table.add_row(
-            silo.name, silo.domain, *map(str, (*_count_examples(silo), f"{num_classes} of {len(images.classes)}"))
+            silo.name, silo.domain, *map(str, (*count_examples(silo, parts), f"{num_classes} of {len(images.classes)}"))
         )
     table.add_section()
     num_domains = len({silo.domain for silo in silos})
-    totals = [sum(column) for column in zip(*map(_count_examples, silos))]
+    totals = [sum(column) for column in zip(*(count_examples(silo, parts) for silo in silos))]
     table.add_row("all", f"{num_domains} domain{'s' * (num_domains > 1)}", *map(str, totals), "")
     return table
 
@@ -123,8 +124,15 @@ def _describe_omitted(silos: Sequence[Silo]) -> str:
     return f"the first {_MAX_SILOS} of {len(silos)} silos" if len(silos) > _MAX_SILOS else ""
 
 
-def _count_examples(silo: Silo) -> tuple[int, int, int]:
-    return len(silo.train.y), len(silo.validation.y), len(silo.test.y)
+def name_parts(silos: Sequence[Silo]) -> list[str]:
+    """Return the parts of the silos: the splits, and `calibration` if a silo has examples for it."""
+    return max((list(list_parts(silo)) for silo in silos), key=len)
+
+
+def count_examples(silo: Silo, parts: Sequence[str]) -> list[int]:
+    """Return the number of examples of each part."""
+    own = list_parts(silo)
+    return [len(own[part].y) if part in own else 0 for part in parts]
 
 
 def _get_shown_examples(silo: Silo) -> Examples:

@@ -9,9 +9,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from uefl.core.federation import Silo
+from uefl.core.federation import Examples, Silo, concatenate_examples, list_parts
 from uefl.data.images import Images
-from uefl.data.preview import check_figure_format, save_new_file
+from uefl.data.preview import check_figure_format, count_examples, name_parts, save_new_file
 from uefl.data.table_format import Column
 
 _MAX_SILOS = 12  # columns of a table; the others are only counted
@@ -22,13 +22,14 @@ def make_silo_table(silos: Sequence[Silo], images: Images) -> Table:
     """Return a table with one row per silo: examples per split, label mix, share of missing cells."""
     table = Table(title=f"{images.name}: {len(silos)} silos, {len(images.y)} rows")
     table.add_column("silo")
-    for heading in ("train", "validation", "test"):
+    parts = name_parts(silos)
+    for heading in parts:
         table.add_column(heading, justify="right")
     table.add_column("labels")
     table.add_column("missing", justify="right")
     for silo in silos:
         x, y = _join_splits(silo)
-        counts = [str(len(examples.y)) for examples in (silo.train, silo.validation, silo.test)]
+        counts = map(str, count_examples(silo, parts))
         table.add_row(silo.name, *counts, _describe_labels(y, images.classes), _format_share(x.isnan()))
     return table
 
@@ -74,9 +75,8 @@ def draw_table_silos(silos: Sequence[Silo], images: Images, path: Path) -> Path:
     return save_new_file(figure, path)
 
 
-def _join_splits(silo: Silo) -> tuple[Tensor, Tensor]:
-    splits = (silo.train, silo.validation, silo.test)
-    return torch.cat([examples.x for examples in splits]), torch.cat([examples.y for examples in splits])
+def _join_splits(silo: Silo) -> Examples:
+    return concatenate_examples(list(list_parts(silo).values()))
 
 
 def _describe_labels(y: Tensor, classes: Sequence[str]) -> str:

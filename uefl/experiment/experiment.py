@@ -92,6 +92,8 @@ def fingerprint_silos(silos: Sequence[Silo]) -> str:
             digest.update(tensor.contiguous().numpy().tobytes())
         if silo.train_groups is not None:
             digest.update(silo.train_groups.contiguous().numpy().tobytes())
+        for tensor in silo.calibration or ():  # without a calibration part, the hash is that of earlier versions
+            digest.update(tensor.contiguous().numpy().tobytes())
     if (public := silos[0].public) is not None:  # the same for all silos
         digest.update(public.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

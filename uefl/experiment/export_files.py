@@ -217,7 +217,7 @@ def check_file(run: Run, network: ExportedNetwork, model: TrainedModel, exported
 
 def _scale(p: np.ndarray[Any, Any], network: ExportedNetwork, model: TrainedModel) -> np.ndarray[Any, Any]:
     """Return probabilities at the silo's temperature, unless `predict` has scaled them already."""
-    if getattr(model, "is_calibrated", False) or network.temperature == 1.0:
+    if model.is_calibrated or network.temperature == 1.0:
         return p
     scaled = np.maximum(p, np.finfo(np.float32).tiny) ** (1 / network.temperature)
     return np.asarray(scaled / scaled.sum(-1, keepdims=True))

@@ -82,6 +82,15 @@ def write_bytes(path: Path, contents: bytes, *, keep_as: Path | None = None) -> 
         raise
 
 
+def keep_old_version(path: Path) -> Path:
+    """Copy a file that will be replaced to a new name, such as calibration-1.json, and return it."""
+    number = 1
+    while (kept := path.with_stem(f"{path.stem}-{number}")).exists():
+        number += 1
+    write_bytes(kept, path.read_bytes())
+    return kept
+
+
 def make_temporary_path(path: Path) -> Path:
     """Return the name under which this process writes the next version of a file."""
     return path.with_name(f".{path.name}.{os.getpid()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -9,6 +10,8 @@ from torch import nn
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import InputError
 from uefl.engines.choosing import check_device
+from uefl.experiment.calibration import apply_calibrations, read_calibrations
+from uefl.experiment.held_out import read_held_out
 from uefl.experiment.run_folder import RunFolder
 from uefl.experiment.silo_models import SiloModels
 from uefl.experiment.trained_model import TrainedModel
@@ -31,8 +34,14 @@ def load(
 
 
 def open_models(path: str | Path, encoder: nn.Module | None = None, method: FedAvg | None = None) -> SiloModels:
-    """Read the models of all silos from a run folder or a model file."""
-    return SiloModels.read(find_model_file(Path(path)), encoder, method)
+    """Read the models of all silos from a run folder or a model file, with what a calibration has written beside it."""
+    file = find_model_file(Path(path))
+    models = SiloModels.read(file, encoder, method)
+    if file.name != RunFolder.MODEL_FILE:
+        return models
+    folder = RunFolder(file.parent)
+    models = replace(models, held_out=read_held_out(folder.held_out_path))
+    return apply_calibrations(models, read_calibrations(folder.calibration_path, models))
 
 
 def find_model_file(path: Path) -> Path:

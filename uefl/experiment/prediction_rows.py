@@ -24,7 +24,7 @@ from uefl.experiment.trained_model import Predictions, TrainedModel
 
 FORMATS = ("csv", "jsonl")
 COLUMNS = ("file", "label", "probability", "predictive_entropy", "mutual_information")
-CALIBRATED_COLUMNS = ("prediction_set", "abstain")  # of a calibrated model
+SET_SEPARATOR = "|"  # of classes in CSV, since their names may contain spaces
 NUM_PROBES = 256  # inputs by which a silo is chosen
 Row = dict[str, Any]
 
@@ -146,7 +146,7 @@ def write_rows(rows: Iterator[Row], file: TextIO, format_name: str) -> int:
             if writer is None:
                 writer = csv.DictWriter(file, list(row), lineterminator="\n")
                 writer.writeheader()
-            lists = {name: " ".join(v) if isinstance(v, list) else v for name, v in row.items()}
+            lists = {name: SET_SEPARATOR.join(v) if isinstance(v, list) else v for name, v in row.items()}
             writer.writerow(lists)
         count += 1
     return count

@@ -34,6 +34,7 @@ from uefl.experiment.chance import compute_chance_accuracy
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, explain_write_errors, write_text
+from uefl.experiment.held_out import collect_held_out, save_held_out
 from uefl.experiment.plan import make_plan
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
@@ -66,6 +67,7 @@ class RunContext(NamedTuple):
     table: str = ""  # of a table: its format as JSON, which predictions need
     label_counts: dict[str, list[int]] = {}  # training examples per class, by silo; empty if only the silos know them
     chance_accuracy: float = 0.0  # 0: not known here
+    silos: tuple[Silo, ...] = ()  # with their calibration examples; empty if only the silos have them
     codebook_size: CodebookSize | None = None  # None: without a codebook, or if only the silos have the data
 
 
@@ -140,6 +142,7 @@ def prepare_run(
         device=device,
         table=images.table.to_json() if images.table else "",
         label_counts=counts if engine in IN_PROCESS_ENGINES else {},
+        silos=tuple(silos) if engine in IN_PROCESS_ENGINES else (),
         chance_accuracy=compute_chance_accuracy(silos),
         codebook_size=method.codebook_hooks.choose_size(net, [len(silo.train.y) for silo in silos]),
     )
@@ -341,7 +344,10 @@ def write_results(
 ) -> None:
     """Write model and figure, and last the summary, which marks the run as finished; the server's state is kept."""
     run_records = records.read_records(folder.records_path)
-    _collect_models(experiment, server, clients, context, run_records[-1]).save(folder.model_path)
+    models = _collect_models(experiment, server, clients, context, run_records[-1])
+    if held_out := collect_held_out(models, context.silos, context.device):
+        save_held_out(folder.held_out_path, held_out)
+    models.save(folder.model_path)
     from uefl.experiment.figures import plot_curves  # matplotlib is slow to import, and only needed here
 
     plot_curves({f"{experiment.method_name} on {experiment.data.name}": run_records}, folder.figure_path)

@@ -28,6 +28,8 @@ class RunFolder:
     CHECKPOINT_FILE = "checkpoint.safetensors"  # until the run is finished, as the one before it
     SERVER_FILE = "server.safetensors"  # the last checkpoint of a finished run
     MODEL_FILE = "model.safetensors"  # all that predictions need
+    HELD_OUT_FILE = "held-out.safetensors"  # what the models predict for the calibration examples of silos
+    CALIBRATION_FILE = "calibration.json"  # temperatures and thresholds that `uefl calibrate` found
     FIGURE_FILE = "figure.png"
     SUMMARY_FILE = "summary.json"  # written last: it marks a finished run
     LOCK_FILE = ".lock"
@@ -43,6 +45,7 @@ class RunFolder:
         self.records_path, self.checkpoint_path = path / self.RECORDS_FILE, path / self.CHECKPOINT_FILE
         self.server_path = path / self.SERVER_FILE
         self.model_path, self.figure_path = path / self.MODEL_FILE, path / self.FIGURE_FILE
+        self.held_out_path, self.calibration_path = path / self.HELD_OUT_FILE, path / self.CALIBRATION_FILE
 
     @staticmethod
     def get_previous_path(checkpoint_path: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import Field, fields, is_dataclass, replace
 from functools import reduce
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -59,11 +59,16 @@ def iterate_settings(settings: Any, prefix: FieldPath = ()) -> Iterator[tuple[Fi
 def to_dict(value: Any, *, for_run_id: bool = False) -> Any:
     """Return settings as nested dictionaries; `for_run_id` omits fields that cannot change a result."""
     if is_dataclass(value):
-        included = [f for f in fields(value) if not for_run_id or f.metadata.get("in_run_id", True)]
+        included = [f for f in fields(value) if not for_run_id or _is_in_run_id(f, getattr(value, f.name))]
         return {f.name: to_dict(getattr(value, f.name), for_run_id=for_run_id) for f in included}
     if isinstance(value, tuple):
         return [to_dict(v, for_run_id=for_run_id) for v in value]
     return value
+
+
+def _is_in_run_id(declared: Field[Any], value: Any) -> bool:
+    rule = declared.metadata.get("in_run_id", True)
+    return value != declared.default if rule == "when changed" else bool(rule)
 
 
 def get_help_text(type_: type, name: str) -> str:

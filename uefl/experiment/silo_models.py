@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +29,9 @@ from uefl.experiment.settings import from_dict, to_dict
 from uefl.experiment.trained_model import TrainedModel
 from uefl.models.model_config import ModelConfig
 from uefl.models.network import Net, initialize_network
+
+if TYPE_CHECKING:
+    from uefl.experiment.held_out import HeldOut
 
 REFERENCE_METRICS = ("num_examples", "entropy", "entropy_variance", "quantization_error")  # on validation examples
 
@@ -73,6 +76,7 @@ class SiloModels:
     personal_tensors: dict[str, Tensors]  # by silo; empty for methods without, and where they stay at the silos
     encoder: nn.Module | None = None  # of the user's own
     own_method: FedAvg | None = None  # of the user's own, if it is not in the registry
+    held_out: Mapping[str, HeldOut] = field(default_factory=dict)  # by silo, what a calibration needs; beside the model
 
     # --- files ----------------------------------------------------------------------------------------------------
 
@@ -115,6 +119,7 @@ class SiloModels:
             model_state=gather_accessible_rows(self.model_state, row),
             access=torch.ones(1, int(row.sum()), dtype=torch.bool),
             personal_tensors={n: t for n, t in self.personal_tensors.items() if n == silo_name},
+            held_out={n: own for n, own in self.held_out.items() if n == silo_name},
         )
 
     # --- models ---------------------------------------------------------------------------------------------------
@@ -154,6 +159,11 @@ class SiloModels:
         return has_own_tensors or not bool((self.access == self.access[:1]).all())
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether the model of some silo gives prediction sets."""
+        return any(facts.thresholds is not None for facts in self.description.silos.values())
+
+    @property
     def personal_names(self) -> list[str]:
         """Names of the tensors that each silo has for itself."""
         return list(self.method.personal_tensor_names(self.template))
@@ -173,7 +183,8 @@ class SiloModels:
                 raise ValueError(f"{min(missing)} is not in the file")
         except (AttributeError, ValueError) as e:
             raise InputError(f"the encoder or method does not fit this model: {e}") from None
-        label_counts = self.description.silos.get(silo_name, SiloFacts()).label_counts
+        facts = self.description.silos.get(silo_name, SiloFacts())
+        label_counts = facts.label_counts
         if silo_name and self.method.uses_label_prior and not label_counts:
             raise InputError(f"the labels of silo {silo_name} stayed at the silo; use the copy that the silo wrote")
         return TrainedModel(
@@ -188,6 +199,8 @@ class SiloModels:
             device=device,
             label_counts=label_counts,
             models=self,
+            temperature=facts.temperature,
+            thresholds=facts.thresholds,
         )
 
     def check_silo(self, silo_name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,10 @@ from uefl.data.input_format import describe_tensors
 from uefl.engines import ENGINES, IN_PROCESS_ENGINES
 from uefl.engines.choosing import check_device, choose_engine
 from uefl.engines.serial import SerialEngine
+from uefl.experiment.calibration import CalibrationSettings, apply_calibrations, calibrate_silos
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.files import write_text
+from uefl.experiment.held_out import collect_held_out
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, summarize_records
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
@@ -87,6 +89,17 @@ class TrainingResult:
         write_text(files.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in self.records))
         files.write_summary(self.summary)
         return path
+
+    def calibrate(self, *, coverage: float = 0.9, risk: float = 0.05, pooling: int = 0) -> TrainingResult:
+        """Return this result with models that also give prediction sets and abstain, silo by silo.
+
+        Silos need a calibration part: `Silo.from_tensors(…, calibration_fraction=0.2)`.
+        """
+        settings = CalibrationSettings(coverage=coverage, risk=risk, pooling=pooling)
+        if not self.models.held_out:
+            raise InputError("no silo has a calibration part; set calibration_fraction=… in Silo.from_tensors")
+        calibrations = calibrate_silos(self.models.held_out, settings)
+        return replace(self, models=apply_calibrations(self.models, calibrations))
 
     def frame(self) -> DataFrame:
         """Return the metrics of every round and silo as a table of pandas: one row per round and silo."""
@@ -159,6 +172,7 @@ def train(
     )
     personal_tensors = gather_personal_tensors(method, clients, server)
     models = SiloModels(description, server.model_state, server.access, personal_tensors, encoder, method)
+    models = replace(models, held_out=collect_held_out(models, silos, device))
     return TrainingResult(records, summary, server, clients, models)
 
 

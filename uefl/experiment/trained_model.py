@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
+from uefl.core.conformal import compute_scores
 from uefl.core.errors import InputError
 from uefl.core.federation import iterate_batch_slices
 from uefl.core.label_prior import compute_log_prior
 from uefl.core.noise import derive_key, salt_noise_layers
+from uefl.core.temperature import scale_probabilities
 from uefl.core.uncertainty import compute_uncertainty
 from uefl.engines.serial import fork_rng, seed_noise, to_channels_last
 from uefl.experiment.experiment import DTYPES
@@ -43,7 +46,7 @@ class Predictions:
     """Predictions for n examples and C classes."""
 
     labels: Array  # [n] int64, indices of `classes`
-    probabilities: Array  # [n, C] of the prediction without dropout, whose largest is the label
+    probabilities: Array  # [n, C] of the prediction without dropout, whose largest is the label; scaled if calibrated
     uncertainty: PredictionUncertainty
     classes: tuple[str, ...]
     sets: list[Array] | None = None  # labels of each prediction set; None: the model is not calibrated
@@ -80,14 +83,22 @@ class TrainedModel:
         device: str,
         label_counts: Sequence[int],
         models: SiloModels,
+        temperature: float | None = None,
+        thresholds: Mapping[str, float] | None = None,
     ) -> None:
         self.device, self.dtype = torch.device(device), DTYPES[precision]
         self.net = net.to(self.device, self.dtype).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
         self.input_format, self.classes, self.method = input_format, tuple(classes), method
         self.silo_name, self.seed, self.round = silo_name, seed, round
         self.label_counts = tuple(label_counts)
+        self.temperature, self.thresholds = temperature, thresholds
         self._log_prior = self._compute_log_prior()
         self._models, self._noise_layers = models, salt_noise_layers(self.net)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether predictions have sets and abstain."""
+        return self.temperature is not None and self.thresholds is not None
 
     @property
     def label_prior(self) -> Array | None:
@@ -122,7 +133,8 @@ class TrainedModel:
 
         Images of uint8 are scaled as in training; floats are used as they are. `mc_samples` is the number of passes
         with dropout, by default that of the training. With the seed of the training, which is the default, a silo's
-        test examples give exactly the evaluation of the last round.
+        test examples give exactly the evaluation of the last round. A calibrated model scales probabilities by its
+        temperature, and adds prediction sets and which answers it abstains from.
         """
         inputs = self.input_format.convert(x)
         slices = list(iterate_batch_slices(len(inputs), self.batch_size)) or [slice(0, 0)]
@@ -130,15 +142,49 @@ class TrainedModel:
         return join_predictions(batches)
 
     def predict_batch(
-        self, inputs: Tensor, index: int, mc_samples: int | None = None, seed: int | None = None
+        self,
+        inputs: Tensor,
+        index: int,
+        mc_samples: int | None = None,
+        seed: int | None = None,
+        *,
+        is_calibrated: bool = True,
     ) -> Predictions:
-        """Predict one batch of converted inputs; its index addresses the draws."""
+        """Predict one batch of converted inputs; its index addresses the draws.
+
+        Without `is_calibrated`, a calibrated model predicts as before its calibration.
+        """
         if mc_samples is not None and mc_samples < 1:
             raise InputError(f"mc_samples={mc_samples} must be at least 1")
         num_samples, classes = mc_samples or self.method.mc_samples, self.classes
         if not len(inputs):
             none, nothing = np.zeros((0,)), np.zeros((0, len(classes)))
-            return Predictions(none.astype(np.int64), nothing, PredictionUncertainty(none, none), classes)
+            empty = Predictions(none.astype(np.int64), nothing, PredictionUncertainty(none, none), classes)
+            is_calibrated = is_calibrated and self.is_calibrated
+            return replace(empty, sets=[], abstain=none.astype(bool)) if is_calibrated else empty
+        prediction = self._call_network(inputs, index, num_samples, seed)
+        p = (prediction.logits + self._log_prior).softmax(-1).mean(0)
+        uncertainty = compute_uncertainty((prediction.sampled_logits + self._log_prior).softmax(-1))
+        values = PredictionUncertainty(
+            uncertainty.predictive_entropy.cpu().numpy(), uncertainty.mutual_information.cpu().numpy()
+        )
+        predictions = Predictions(p.argmax(-1).cpu().numpy(), p.cpu().numpy(), values, classes)
+        return self._calibrate(predictions, p) if is_calibrated else predictions
+
+    def count_codewords(self, inputs: Tensor) -> Tensor:
+        """Count for each converted input how many of its features have each codeword [n, V]; V is 0 without codebook.
+
+        The codewords of the members of an ensemble are different ones.
+        """
+        codebooks = [getattr(member, "codebook", None) for member in getattr(self.net, "members", [self.net])]
+        sizes = [0 if codebook is None else len(codebook.codewords) for codebook in codebooks]
+        if not len(inputs) or not all(sizes):
+            return torch.zeros(len(inputs), sum(sizes), dtype=torch.int32)
+        indices = self._call_network(inputs, 0, 1, None).codeword_indices.flatten(2).cpu()  # [M, n, features]
+        counts = [F.one_hot(own, size).sum(1) for own, size in zip(indices, sizes, strict=True)]
+        return torch.cat(counts, 1).to(torch.int32)
+
+    def _call_network(self, inputs: Tensor, index: int, num_samples: int, seed: int | None) -> Any:
         x = inputs.to(self.device, self.dtype) if inputs.is_floating_point() else inputs.to(self.device)
         key = derive_key(
             self.seed if seed is None else seed,
@@ -150,13 +196,20 @@ class TrainedModel:
         )
         with fork_rng(self.device), torch.no_grad():
             seed_noise(self._noise_layers, key, self.device)
-            prediction = self.net.predict_with_samples(to_channels_last(x), num_samples)
-        p = (prediction.logits + self._log_prior).softmax(-1).mean(0)
-        uncertainty = compute_uncertainty((prediction.sampled_logits + self._log_prior).softmax(-1))
-        values = PredictionUncertainty(
-            uncertainty.predictive_entropy.cpu().numpy(), uncertainty.mutual_information.cpu().numpy()
+            return self.net.predict_with_samples(to_channels_last(x), num_samples)
+
+    def _calibrate(self, predictions: Predictions, p: Tensor) -> Predictions:
+        """Return predictions with scaled probabilities, sets and abstaining, if this model is calibrated."""
+        if self.temperature is None or self.thresholds is None:
+            return predictions
+        scaled = scale_probabilities(p, self.temperature)
+        scores = compute_scores(scaled).cpu()
+        return replace(
+            predictions,
+            probabilities=scaled.cpu().numpy(),
+            sets=[row.nonzero()[:, 0].numpy() for row in scores <= self.thresholds["set_threshold"]],
+            abstain=(scores.min(-1).values >= self.thresholds["answer_threshold"]).numpy(),
         )
-        return Predictions(p.argmax(-1).cpu().numpy(), p.cpu().numpy(), values, classes)
 
     def save(self, folder: str | Path) -> Path:
         """Write this silo's copy of the model to a folder; an existing file is never overwritten."""
@@ -170,6 +223,10 @@ def save_models(models: SiloModels, folder: Path) -> Path:
     if path.exists():
         raise InputError(f"{path} exists; choose another folder")
     models.save(path)
+    if models.held_out:
+        from uefl.experiment.held_out import save_held_out  # it needs this module
+
+        save_held_out(RunFolder(folder).held_out_path, models.held_out)
     return path
 
 
@@ -179,4 +236,11 @@ def join_predictions(batches: Sequence[Predictions]) -> Predictions:
         np.concatenate(arrays)
         for arrays in zip(*((b.labels, b.probabilities, *b.uncertainty) for b in batches), strict=True)
     )
-    return Predictions(labels, probabilities, PredictionUncertainty(entropy, information), batches[0].classes)
+    joined = Predictions(labels, probabilities, PredictionUncertainty(entropy, information), batches[0].classes)
+    if batches[0].sets is None:
+        return joined
+    return replace(
+        joined,
+        sets=[own for b in batches if b.sets is not None for own in b.sets],
+        abstain=np.concatenate([b.abstain for b in batches if b.abstain is not None]),
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 
 from uefl import __version__
 from uefl.core.errors import unknown_value_error
-from uefl.core.federation import Broadcast, Reply, Tensors, is_codeword_tensor
+from uefl.core.federation import Broadcast, Reply, Silo, Tensors, is_codeword_tensor
 from uefl.core.metrics import compute_metrics
 from uefl.core.paths import get_cache_folder
 from uefl.core.untrusted_text import escape_text
@@ -26,6 +27,7 @@ from uefl.data.input_format import describe_source
 from uefl.data.table_format import compute_sums
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment
+from uefl.experiment.held_out import collect_held_out
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY
 from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels
 from uefl.flower.client_audit import AuditEntry, append_audit_entry
@@ -155,7 +157,7 @@ def handle_registration(request: Request, node_data: NodeData) -> RecordDict:
 def handle_fit(request: Request, node_data: NodeData) -> RecordDict:
     """Evaluate and train the received model, and store the method's client state."""
     payload = request.payload
-    engine, broadcast, store, note = _prepare_engine(request, node_data)
+    engine, broadcast, store, note = _prepare_engine(request, fit_to_federation(node_data, request.payload))
     (reply,) = engine.fit(request.experiment.method, broadcast, evaluate=bool(payload["evaluate"]))
     client_state = engine.client_states[reply.silo_name]
     if client_state:
@@ -171,18 +173,19 @@ def handle_query(request: Request, node_data: NodeData) -> RecordDict:
         return handle_join(request, node_data)
     if task not in method.client_tasks:
         raise unknown_value_error(f"task of {request.experiment.method_name}", task, method.client_tasks)
-    engine, broadcast, store, note = _prepare_engine(request, node_data)
+    silo = fit_to_federation(node_data, payload)
+    engine, broadcast, store, note = _prepare_engine(request, silo)
     (reply,) = engine.query(method, task, broadcast, payload["splits"])
     if task == "evaluate" and broadcast.round == method.total_rounds:  # the final model
-        note = note or _store_model(request, engine, broadcast, reply, store)
+        note = note or _store_model(request, silo, engine, broadcast, reply, store)
     return _make_reply(reply, payload, note)
 
 
 def _store_model(
-    request: Request, engine: SerialEngine, broadcast: Broadcast, reply: Reply, store: ClientStateStore
+    request: Request, silo: Silo, engine: SerialEngine, broadcast: Broadcast, reply: Reply, store: ClientStateStore
 ) -> str:
-    """Write this silo's copy of the final model, and return a note if that failed."""
-    payload, (silo,) = request.payload, engine.silos.values()
+    """Write this silo's copy of the final model and what a calibration needs, and return a note if that failed."""
+    payload = request.payload
     if not len(silo.train.y) and store.model_path.exists():
         return ""  # later queries try the codewords of other silos at a silo without training data (D15)
     validation = reply.answers.get("validation")
@@ -207,18 +210,19 @@ def _store_model(
         origin={"uefl": __version__, RESULTS_VERSION_KEY: RESULTS_VERSION},
     )
     personal_tensors = engine.get_personal_tensors(request.experiment.method, broadcast)
+    models = SiloModels(description, broadcast.model_state, broadcast.access, personal_tensors)
+    models = replace(models, held_out=collect_held_out(models, [silo], request.device))
     try:
-        store.write_model(SiloModels(description, broadcast.model_state, broadcast.access, personal_tensors))
+        store.write_model(models)
     except (OSError, SafetensorError) as e:
         log.error("silo %s could not write its model", silo.name, exc_info=e)
         return "the silo could not write its copy of the model"
     return ""
 
 
-def _prepare_engine(request: Request, node_data: NodeData) -> tuple[SerialEngine, Broadcast, ClientStateStore, str]:
+def _prepare_engine(request: Request, silo: Silo) -> tuple[SerialEngine, Broadcast, ClientStateStore, str]:
     """Return a serial engine with this silo and its client state, the broadcast, the state's store and a note."""
-    payload, experiment, name = request.payload, request.experiment, node_data.silo.name
-    silo = fit_to_federation(node_data, payload)
+    payload, experiment, name = request.payload, request.experiment, silo.name
     net = experiment.build_network(tuple(payload["image_shape"]), len(payload["classes"]))
     experiment = experiment.resolve_precision(request.device)
     precision = {"dtype": DTYPES[experiment.precision], "matmul_precision": experiment.matmul_precision}

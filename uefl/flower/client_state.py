@@ -17,6 +17,7 @@ from uefl.core.errors import InputError
 from uefl.core.federation import Tensors
 from uefl.experiment.checkpoint import load_tensors, save_tensors
 from uefl.experiment.files import PRIVATE_FILE_MODE, make_private_folder
+from uefl.experiment.held_out import save_held_out
 from uefl.experiment.run_folder import RunFolder
 from uefl.experiment.silo_models import SiloModels
 
@@ -48,6 +49,10 @@ class ClientStateStore:
     def write_model(self, models: SiloModels) -> None:
         """Write the silo's copy of the final model, which stays at the silo."""
         self._make_folders()
+        held_out_path = self.folder / RunFolder.HELD_OUT_FILE
+        if models.held_out:
+            save_held_out(held_out_path, models.held_out)
+            held_out_path.chmod(PRIVATE_FILE_MODE)
         models.save(self.model_path)
         self.model_path.chmod(PRIVATE_FILE_MODE)
 

@@ -36,6 +36,7 @@ class Partition(NamedTuple):
     train: Tensor
     validation: Tensor
     test: Tensor
+    calibration: Tensor = NO_INDICES  # taken from the training images after a partitioner has divided them
 
 
 class IndexPool(NamedTuple):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +66,13 @@ def index_names(names: Sequence[str]) -> tuple[tuple[str, ...], Tensor]:
     distinct = sorted(set(names), key=_natural_sort_key)
     positions = {name: i for i, name in enumerate(distinct)}
     return tuple(distinct), torch.tensor([positions[name] for name in names], dtype=torch.int64)
+
+
+def index_known_classes(path: Path, names: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """Return the position of each name among known classes, or an error that names an unknown one."""
+    if unknown := [name for name in names if name not in classes]:
+        raise InputError(f"{path}: class '{unknown[0]}' is not a class of the model: {', '.join(classes)}")
+    return torch.tensor([classes.index(name) for name in names], dtype=torch.int64)
 
 
 def _natural_sort_key(name: str) -> tuple[bool, int, str, str]:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from uefl.core.errors import InputError
+from uefl.core.federation import Examples
 from uefl.data.images import Images
 from uefl.data.quality import check_images, join_names
 from uefl.data.readers.context import ReadContext, sanitize_line
 from uefl.data.readers.csv_rows import CsvRow, CsvTable, parse_csv, read_csv
-from uefl.data.readers.labeled_files import index_names
+from uefl.data.readers.labeled_files import index_known_classes, index_names
 from uefl.data.readers.manifest import SPLIT_NAMES
 from uefl.data.sources import Source
 from uefl.data.table_config import TableConfig, parse_column_values, parse_scale
@@ -66,6 +67,19 @@ def _encode_rows(csv_table: CsvTable, table: TableFormat, context: ReadContext) 
     if not rows:
         raise InputError(f"{csv_table.path}: none of the {len(csv_table.rows)} rows is usable; the first: {skipped[0]}")
     return TableRows(table.encode(values), [row.line for row in rows], skipped)
+
+
+def read_labeled_table(
+    path: Path, table: TableFormat, config: TableConfig, classes: Sequence[str], context: ReadContext
+) -> Examples:
+    """Read new rows with their labels, in the format of the training rows; `context` collects rows without use."""
+    csv_table = read_csv(path, [*(column.name for column in table.columns), config.label], context)
+    labeled = _select_usable_rows(csv_table, replace(config, silo="", split=""), "", context)
+    values, rows = _parse_values(csv_table, labeled, table, context)
+    if not rows:
+        raise InputError(f"{path}: none of the {len(csv_table.rows)} rows is usable")
+    names, y = _make_labels(rows, config, is_one_silo=True)
+    return Examples(table.encode(values), index_known_classes(path, names, classes)[y])
 
 
 def read_training_table(name: str, path: Path, context: ReadContext) -> Images:

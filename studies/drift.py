@@ -1,0 +1,198 @@
+"""Measure `uefl watch`: false alarms on unchanged images, and power for images that are rotated, blurred or paler.
+
+`python -m studies.drift run` trains UEFL and FedAvg on real digits with a calibration part. It draws a reference and
+new images from the held-out images of a silo, anew for every test; the new ones are unchanged, or changed after the
+silo's own shift. Target, set before the first run: at most 5 % false alarms on unchanged images, up to chance.
+The same test on the entropy of FedAvg's softmax outputs, without dropout and codewords, is the rival.
+It appends a record with the command to results/drift.jsonl. `python -m studies.drift page` writes docs/drift-study.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from scipy.stats import binom
+from torch import Tensor
+
+from studies.after_training import SETUPS, HeldOutPool, train_method, write_record
+from studies.uncertainty_test import compute_interval
+from uefl.core.drift import Array, compare_examples
+from uefl.core.noise import derive_key, permutation
+from uefl.data.shifts import apply_shift
+from uefl.experiment.held_out import measure_examples
+from uefl.experiment.parsing import parse_seeds
+from uefl.experiment.records import read_records
+from uefl.experiment.silo_models import SiloModels
+
+RECORDS, PAGE = Path("results/drift.jsonl"), Path("docs/drift-study.md")
+LEVEL, SIZES, NUM_REFERENCE = 0.05, (50, 200, 500), 500
+UNCHANGED = "none"
+CHANGES = (UNCHANGED, "rotate:10", "rotate:20", "rotate:45", "blur:1", "contrast:0.6")
+TESTS = {
+    "uefl": "UEFL: entropy and codewords",
+    "uefl entropy": "UEFL: entropy alone",
+    "fedavg softmax": "FedAvg: entropy of the softmax outputs",
+}
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+class Values(NamedTuple):
+    """What is tested of every image: entropy [N] and counts of codewords [N, V]."""
+
+    entropy: Array
+    counts: Array
+
+
+def measure_pool(models: SiloModels, pool: HeldOutPool, change: str, seed: int, device: str) -> dict[str, Values]:
+    """Measure the images of a pool after a change, for every test that these models serve."""
+    model = models.build(pool.silo_name, device)
+    pixels = apply_shift(pool.pixels, change, seed, pool.indices)
+    # Every change has draws of dropout of its own.
+    measured = measure_examples(model, model.input_format.convert(pixels), 1000 * CHANGES.index(change))
+    no_counts = np.zeros((len(pool.y), 0))
+    if models.description.method_name == "fedavg":
+        return {"fedavg softmax": Values(compute_entropy(measured.probabilities), no_counts)}
+    entropy, counts = measured.entropy.double().numpy(), measured.codeword_counts.double().numpy()
+    return {"uefl": Values(entropy, counts), "uefl entropy": Values(entropy, no_counts)}
+
+
+def compute_entropy(p: Tensor) -> Array:
+    """Return the entropy of probabilities [N, C] in nats."""
+    entropy: Array = -torch.special.xlogy(p.double(), p.double()).sum(1).numpy()
+    return entropy
+
+
+def count_alarms(reference: Values, changed: Values, size: int, repeats: int, key: int) -> int:
+    """Count alarms over random draws of a reference and of other images, which are changed."""
+    n, alarms = min(NUM_REFERENCE, len(reference.entropy) - size), 0
+    for i in range(repeats):
+        order = permutation(derive_key(key, i), len(reference.entropy)).numpy()
+        own, new = order[:n], order[n : n + size]
+        comparisons = compare_examples(
+            *(reference.entropy[own], changed.entropy[new], reference.counts[own], changed.counts[new]),
+            level=LEVEL,
+            looks=1,
+            seed=derive_key(key, i, "permutations"),
+        )
+        alarms += any(comparison.is_alarm for comparison in comparisons)
+    return alarms
+
+
+def measure_models(
+    models: SiloModels, pools: Sequence[HeldOutPool], seed: int, repeats: Mapping[bool, int], device: str
+) -> list[dict[str, Any]]:
+    """Return a row per test, silo, change and number of images; `repeats` is by whether images are unchanged."""
+    rows = []
+    for pool in pools:
+        references = measure_pool(models, pool, UNCHANGED, seed, device)
+        for change in CHANGES:
+            changed = measure_pool(models, pool, change, seed, device)
+            for test, reference in references.items():
+                for size in SIZES:
+                    count = repeats[change == UNCHANGED]
+                    key = derive_key(seed, pool.silo_name, change, size)
+                    alarms = count_alarms(reference, changed[test], size, count, key)
+                    row = {"test": test, "silo": pool.silo_name, "change": change, "images": size}
+                    rows.append({**row, "repeats": count, "alarms": alarms})
+            print(f"  silo {pool.silo_name}, {change}", flush=True)
+    return rows
+
+
+@app.command("run")
+def run_study(
+    data: Annotated[str, typer.Option(help=f"One of: {', '.join(SETUPS)}.")] = "digits",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    unchanged_repeats: Annotated[int, typer.Option(help="Draws of unchanged images per silo and size.")] = 100,
+    changed_repeats: Annotated[int, typer.Option(help="Draws of changed images per silo, change and size.")] = 20,
+    runs: Annotated[Path, typer.Option(help="Folder of trained runs.")] = Path("runs/after-training"),
+    device: Annotated[str, typer.Option(help="Device of PyTorch.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="File of records.")] = RECORDS,
+) -> None:
+    """Train the methods and count alarms."""
+    repeats = {True: unchanged_repeats, False: changed_repeats}
+    for seed in parse_seeds(seeds):
+        for method in ("uefl", "fedavg"):
+            print(f"{method}, seed {seed}", flush=True)
+            models, pools = train_method(SETUPS[data], method, seed, runs, device)
+            rows = measure_models(models, pools, seed, repeats, device)
+            record = {"data": data, "method": method, "seed": seed, "settings": SETUPS[data].settings}
+            write_record(out, "drift", {**record, "rows": rows})
+
+
+@app.command()
+def page(
+    records: Annotated[Path, typer.Option(help="File of records.")] = RECORDS,
+    out: Annotated[Path, typer.Option(help="Page to write.")] = PAGE,
+) -> None:
+    """Write the page from the records alone."""
+    out.write_text(render_page(read_records(records)))
+
+
+def render_page(records: Sequence[dict[str, Any]]) -> str:
+    """Render the page."""
+    parts = [
+        "# Data that change, measured",
+        "Generated by `python -m studies.drift page` from `results/drift.jsonl`. Share of alarms of one look at level "
+        f"{LEVEL:.0%}, over silos, seeds and random draws of up to {NUM_REFERENCE} reference images and of new images. "
+        "Target, set before the first run: at most 5 % false alarms on unchanged images, up to chance. Changes come "
+        "after the silo's own shift: rotations in degrees, Gaussian blur in pixels, contrast as a factor.",
+    ]
+    for data, setup in SETUPS.items():
+        if own := [record for record in records if record["data"] == data]:
+            rows = [row for record in own for row in record["rows"]]
+            commands = dict.fromkeys(f"`{record['command']}`" for record in own)
+            parts += [f"## {setup.title}", render_false_alarms(rows), render_power(rows)]
+            parts.append(f"Commands: {', '.join(commands)} (uefl {own[-1]['uefl']}, torch {own[-1]['torch']}).")
+    return "\n\n".join(parts) + "\n"
+
+
+def sum_alarms(rows: Sequence[dict[str, Any]], **values: Any) -> tuple[int, int]:
+    """Return alarms and tests of the rows with these values."""
+    own = [row for row in rows if all(row[name] == value for name, value in values.items())]
+    return sum(row["alarms"] for row in own), sum(row["repeats"] for row in own)
+
+
+def render_false_alarms(rows: Sequence[dict[str, Any]]) -> str:
+    """Render the share of alarms on unchanged images, with the interval of Clopper and Pearson (95 %)."""
+    lines = [
+        "| unchanged images: test | " + " | ".join(f"{size} images" for size in SIZES) + " | all | at most 5 % |",
+        "|---|" + "---|" * (len(SIZES) + 2),
+    ]
+    for test in TESTS:
+        cells = []
+        for size in (*SIZES, None):
+            chosen = {"images": size} if size else {}
+            alarms, total = sum_alarms(rows, test=test, change=UNCHANGED, **chosen)
+            low, high = compute_interval(alarms, total)
+            cells.append(f"{alarms / total:.1%} ({low:.1%} to {high:.1%})")
+        verdict = "yes" if alarms <= total * LEVEL else "within chance" if is_within_chance(alarms, total) else "no"
+        lines.append(f"| {TESTS[test]} | {' | '.join(cells)} | {verdict} |")
+    return "\n".join(lines)
+
+
+def is_within_chance(alarms: int, total: int) -> bool:
+    """Return whether a true rate of 5 % has so many alarms with a probability of at least 1 %."""
+    return bool(binom.sf(alarms - 1, total, LEVEL) >= 0.01)
+
+
+def render_power(rows: Sequence[dict[str, Any]]) -> str:
+    """Render the share of alarms on changed images."""
+    lines = [
+        "| share of alarms: change | images | " + " | ".join(TESTS.values()) + " |",
+        "|---|---|" + "---|" * len(TESTS),
+    ]
+    for change in CHANGES[1:]:
+        for size in SIZES:
+            counts = [sum_alarms(rows, test=test, change=change, images=size) for test in TESTS]
+            cells = [f"{alarms / total:.0%}" if total else "–" for alarms, total in counts]
+            lines.append(f"| {change} | {size} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,153 @@
+"""`uefl calibrate`: a table per silo, a file that is never lost, labeled files, and mistakes in one line."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from harness import call_cli, call_with_mistake, list_photo_names, write_photos
+
+from uefl.experiment.loading import load
+from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.run import run
+from uefl.experiment.run_folder import RunFolder
+
+TINY = ["rounds=2", "iterations=1", "epochs=1", "mc_samples=2", "encoder=mlp", "width=8", "hidden_size=16"]
+SMALL = ["num_silos=1,1,1", "train_per_silo=80", "test_per_silo=20"]
+
+
+def train_run(folder: Path, *settings: str) -> Path:
+    (experiment,) = parse_experiments([*settings, *TINY], ["uefl"], "default").values()
+    return run(experiment, folder)
+
+
+@pytest.fixture(scope="module")
+def calibratable(tmp_path_factory) -> Path:
+    return train_run(tmp_path_factory.mktemp("digits"), "fedavg", "mnist5k", *SMALL, "calibration_fraction=0.25")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Path, Path]:
+    """A run without a calibration part on photos of three silos, and labeled photos."""
+    root = tmp_path_factory.mktemp("photos")
+    write_photos(root / "photos", list_photo_names(["north", "south", "west"], "xy", 12))
+    write_photos(root / "new", list_photo_names(["labeled"], "xy", 6), seed=1)
+    return train_run(root / "runs", "fedavg", "folder", f"path={root / 'photos'}"), root / "new" / "labeled"
+
+
+def test_a_run_with_a_calibration_part_is_calibrated_and_predicts_sets(calibratable, tmp_path):
+    answer = call_cli("calibrate", str(calibratable), "coverage=0.8", "risk=0.5")
+    assert answer.code == 0, answer.stderr
+    for text in ("D1-1", "D2-1", "D3-1", " 20 ", "at least 80% of the silo's new examples", "calibration.json"):
+        assert text in answer.stdout, text
+    values = json.loads(RunFolder(calibratable).calibration_path.read_text())["silos"]
+    assert list(values) == ["D1-1", "D2-1", "D3-1"]
+    assert load(calibratable, "D2-1").thresholds["set_threshold"] == values["D2-1"]["set_threshold"]
+
+    photos = write_photos(tmp_path, ["1.png", "2.png"], (28, 28))
+    rows = list(
+        csv.DictReader(io.StringIO(call_cli("predict", str(calibratable), str(photos), "--silo", "D1-1").stdout))
+    )
+    assert list(rows[0])[-2:] == ["prediction_set", "abstain"]
+    assert {row["abstain"] for row in rows} <= {"True", "False"}
+    assert set("|".join(row["prediction_set"] for row in rows).split("|")) <= {*"0123456789", ""}
+    assert any("|" in row["prediction_set"] for row in rows)
+    auto = call_cli("predict", str(calibratable), str(photos), "--silo", "auto")
+    assert "no coverage is guaranteed for a silo that is chosen by its inputs" in auto.stderr
+    shared = call_cli("predict", str(calibratable), str(photos))
+    assert "no prediction sets: a calibration belongs to a silo; choose one with --silo" in shared.stderr
+    assert "prediction_set" not in shared.stdout
+
+
+def test_another_result_is_never_written_over_the_first(calibratable):
+    folder = RunFolder(calibratable)
+    call_cli("calibrate", str(calibratable), "coverage=0.8", "risk=0.5", "--replace")
+    before = folder.calibration_path.read_bytes()
+    kept = len(list(calibratable.glob("calibration*.json")))
+    assert call_cli("calibrate", str(calibratable), "coverage=0.8", "risk=0.5").code == 0
+    message = call_with_mistake("calibrate", str(calibratable), "coverage=0.6")
+    assert message == (
+        "silo D1-1 is calibrated with coverage=0.8 risk=0.5 pooling=0, the calibration part of the run; add --replace, "
+        "which keeps the old calibration"
+    )
+    assert folder.calibration_path.read_bytes() == before
+    assert len(list(calibratable.glob("calibration*.json"))) == kept
+    answer = call_cli("calibrate", str(calibratable), "coverage=0.6", "pooling=30", "--replace")
+    assert f"the calibration before is kept as calibration-{kept}.json" in answer.stdout
+    assert "No coverage is guaranteed per silo" in " ".join(answer.stdout.split())
+    assert (calibratable / f"calibration-{kept}.json").read_bytes() == before
+
+
+def test_a_run_without_a_calibration_part_uses_labeled_files(plain):
+    folder, labeled = plain
+    assert not RunFolder(folder).held_out_path.exists()
+    message = call_with_mistake("calibrate", str(folder))
+    assert message == (
+        f"{folder} has no calibration part; give labeled files of a silo (PATH --silo NAME), or train again with "
+        "calibration_fraction=0.2"
+    )
+    assert call_with_mistake("calibrate", str(folder), str(labeled)) == (
+        "files belong to one silo; name it with --silo"
+    )
+    answer = call_cli("calibrate", str(folder), str(labeled), "--silo", "north")
+    assert answer.code == 0, answer.stderr
+    found = json.loads(RunFolder(folder).calibration_path.read_text())["silos"]
+    assert list(found) == ["north"]
+    assert (found["north"]["num_examples"], found["north"]["source"]) == (12, "labeled files")
+    assert not load(folder, "south").is_calibrated
+    repeated = call_with_mistake("calibrate", str(folder), str(labeled), "--silo", "north")
+    assert repeated == (
+        "silo north has 12 examples already, labeled files; leave the files out, or add --replace to use them instead"
+    )
+    assert call_cli("calibrate", str(folder), "--silo", "north").code == 0, "the examples are stored"
+    assert call_cli("calibrate", str(folder), str(labeled), "--silo", "south").code == 0
+    assert list(json.loads(RunFolder(folder).calibration_path.read_text())["silos"]) == ["north", "south"]
+    assert not list(folder.glob("*-1.*")), "nothing was replaced, so nothing is kept"
+    replaced = call_cli("calibrate", str(folder), str(labeled), "coverage=0.8", "--silo", "south", "--replace")
+    assert replaced.code == 0, replaced.stderr
+    assert {path.name for path in folder.glob("*-1.*")} == {"calibration-1.json", "held-out-1.safetensors"}
+
+
+def test_labels_of_a_table_are_read_with_the_settings_of_the_run(tmp_path):
+    import uefl.data
+
+    folder = train_run(tmp_path, "fedavg", "heart")
+    source = Path(uefl.data.__file__).parent / "embedded" / "heart_disease_uci.csv"
+    rows = source.read_text().splitlines()[:40]
+    (tmp_path / "new.csv").write_text("\n".join(rows) + "\n")
+    answer = call_cli("calibrate", str(folder), str(tmp_path / "new.csv"), "--silo", load_first_silo(folder))
+    assert answer.code == 0, answer.stderr
+    (found,) = json.loads(RunFolder(folder).calibration_path.read_text())["silos"].values()
+    assert found["num_examples"] == 39
+    text = (tmp_path / "new.csv").read_text().replace("num", "other")
+    (tmp_path / "bad.csv").write_text(text)
+    message = call_with_mistake(
+        "calibrate", str(folder), str(tmp_path / "bad.csv"), "--silo", load_first_silo(folder), "--replace"
+    )
+    assert "no column 'num'" in message
+
+
+def load_first_silo(folder: Path) -> str:
+    return next(iter(json.loads((folder / "run.json").read_text())["domains"]))
+
+
+def test_mistakes_are_one_line(calibratable, plain, tmp_path):
+    folder, labeled = plain
+    (tmp_path / "z").mkdir()
+    write_photos(tmp_path / "classes", ["z/1.png", "x/1.png"])
+    cases = {
+        ("calibrate", str(tmp_path / "no")): "no such model file",
+        ("calibrate", str(calibratable), "coverage=1.5"): "coverage=1.5 must be greater than 0 and less than 1",
+        ("calibrate", str(calibratable), "coverge=0.9"): "unknown field 'coverge' (did you mean 'coverage'?)",
+        ("calibrate", str(calibratable), "risk=high"): "risk=high is not a number",
+        ("calibrate", str(calibratable), "--device", "gpu"): "device=gpu is not available",
+        ("calibrate", str(calibratable), "--silo", "D9"): "unknown silo 'D9'; known: D1-1, D2-1, D3-1",
+        ("calibrate", str(folder), str(tmp_path / "classes"), "--silo", "west"): (
+            "class 'z' is not a class of the model: x, y"
+        ),
+        ("calibrate", str(folder), str(labeled.parent / "absent"), "--silo", "west"): "absent",
+        ("calibrate", str(folder), "--silo", "west"): "silo west has no calibration part",
+    }
+    for arguments, message in cases.items():
+        assert message in call_with_mistake(*arguments), arguments

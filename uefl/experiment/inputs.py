@@ -1,0 +1,80 @@
+"""Read the user's files as inputs of a trained model: with labels for a calibration, without for a watch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from uefl.core.errors import InputError
+from uefl.core.federation import Examples, concatenate_examples
+from uefl.data.images import resize_images
+from uefl.data.input_format import InputFormat
+from uefl.data.readers.context import ReadContext
+from uefl.data.readers.labeled_files import index_known_classes
+from uefl.data.readers.table import read_labeled_table
+from uefl.data.readers.unlabeled_files import list_table_files, list_unlabeled_files
+from uefl.data.sources import read_images
+from uefl.data.table_config import TableConfig
+from uefl.data.table_format import TableFormat
+from uefl.experiment.prediction_rows import decode_file, read_table_inputs
+from uefl.experiment.settings import from_dict
+from uefl.experiment.silo_models import Description
+
+
+def read_inputs(paths: Sequence[Path], input_format: InputFormat, context: ReadContext) -> Tensor:
+    """Read images, or rows of tables, as a model takes them; `context` collects a line for each bad one."""
+    if input_format.table:
+        return read_table_inputs(list_table_files(paths, context), input_format, context).x
+    _require_images(input_format)
+    files = list_unlabeled_files(paths, context)
+    decoded = [
+        decode_file(file, input_format, context) for file in context.track_progress(files, "reading", len(files))
+    ]
+    pixels = [p for p in decoded if p is not None]
+    if not pixels:
+        raise InputError(f"none of the {len(decoded)} images is usable; the first: {context.skipped_messages[0]}")
+    return input_format.convert(torch.stack(pixels))
+
+
+def read_labeled_inputs(
+    paths: Sequence[Path], description: Description, context: ReadContext, label_column: str = ""
+) -> Examples:
+    """Read images in folders of their class, or tables with a label column, with the labels of the model."""
+    input_format = description.input_format
+    if input_format.table:
+        config = _find_table_config(description, label_column)
+        table = TableFormat.from_json(input_format.table)
+        pieces = [read_labeled_table(path, table, config, description.class_names, context) for path in paths]
+        return concatenate_examples([p._replace(x=input_format.convert(p.x)) for p in pieces])
+    _require_images(input_format)
+    return concatenate_examples([_read_labeled_images(path, description, context) for path in paths])
+
+
+def _read_labeled_images(path: Path, description: Description, context: ReadContext) -> Examples:
+    input_format = description.input_format
+    size = input_format.shape[-1]
+    image_size = size if input_format.resizing == "reading" else None
+    images = read_images("folder", str(path), skip_bad=True, image_size=image_size, is_one_silo=True)
+    if len(images.silos) > 1:
+        raise InputError(f"{path} has the silos {', '.join(images.silos)}; give the folder of one silo: <class>/…")
+    context.skipped_messages += [note for note in images.notes if "skipped" in note]
+    x = resize_images(images.x, size) if input_format.resizing == "decoded" else images.x
+    y = index_known_classes(path, images.classes, description.class_names)[images.y]
+    return Examples(input_format.convert(x), y)
+
+
+def _find_table_config(description: Description, label_column: str) -> TableConfig:
+    """Return the settings of the training table; a silo's copy does not hold them."""
+    stored = description.origin.get("data", {}).get("table")
+    config = from_dict(TableConfig, stored) if stored else TableConfig()
+    if not (label_column or config.label):
+        raise InputError("this model does not name the column of labels; set label=<column>")
+    return config if not label_column else TableConfig(label=label_column, positive=config.positive)
+
+
+def _require_images(input_format: InputFormat) -> None:
+    if not input_format.is_image:
+        raise InputError("this model takes neither images nor tables; use Python")
