@@ -28,13 +28,15 @@ unusually high uncertainty receive additional codewords.
   uefl compare                     FedAvg and UEFL on embedded digits
   uefl run                         UEFL alone on the same digits
   uefl run uefl mnist gamma=0.2    another data set, one setting changed
-  uefl list                        methods, data sets, partitioners, encoders, engines
+  uefl list                        methods, data sets and other choices
   uefl list uefl mnist             every setting of a method on a data set
   uefl data show mnist             a figure of the silos, before training
-  uefl show runs/*                 tables of finished runs, the state of the others
+  uefl show runs/*                 tables of finished runs, states of others
   uefl predict RUN new/ --silo A   classes and uncertainty of new images
   uefl calibrate RUN               prediction sets, silo by silo
   uefl watch RUN new/ --silo A     is this still the data of silo A?
+  uefl join RUN new/ name=B        a new silo, without touching the others
+  uefl export RUN a.onnx --silo A  the model of silo A for other programs
 
 Each run writes to its own folder in `runs/`. Results are never overwritten:
 repeating a command shows a finished run or resumes an unfinished one.
