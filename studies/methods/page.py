@@ -62,7 +62,7 @@ CODEBOOK_PAIRS = {  # rows of one table without and with a codebook
 
 def render_page(run_records: Sequence[RunRecord], timings: Sequence[RunRecord]) -> str:
     """Render the whole page."""
-    notes, run_records = split_sections(NOTES.read_text()), use_newest_version(run_records)
+    notes, run_records = split_sections(NOTES.read_text()), choose_versions(run_records)
     parts = [notes[""]]
     for name in SETUPS:
         parts += [
@@ -82,18 +82,30 @@ def split_sections(text: str) -> dict[str, str]:
     return {"": first.strip(), **{part.partition("\n")[0].strip(): part.partition("\n")[2].strip() for part in rest}}
 
 
-def use_newest_version(run_records: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the records of the newest results version among them, as those of the present version.
+def choose_versions(run_records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Return for every setup the records of one results version, as those of the present version.
 
-    A page never mixes two versions; the notes name what has changed since its records were made.
+    It is the version with most runs and, of equal ones, the newest: a table never mixes two versions, and says which it
+    has. The notes name what has changed since.
     """
-    newest = max((record["results_version"] for record in run_records), default=RESULTS_VERSION)
-    return [{**r, "results_version": RESULTS_VERSION} for r in run_records if r["results_version"] == newest]
+    chosen: list[RunRecord] = []
+    for name in dict.fromkeys(record["setup"] for record in run_records):
+        own = [record for record in run_records if record["setup"] == name]
+        runs: dict[int, set[tuple[str, int]]] = {record["results_version"]: set() for record in own}
+        for record in own:
+            runs[record["results_version"]].add((record["method"], record["seed"]))
+        best = max(runs, key=lambda version: (len(runs[version]), version))
+        chosen += [
+            {**record, "results_version": RESULTS_VERSION, "version_when_run": record.get("version_when_run", best)}
+            for record in own
+            if record["results_version"] == best
+        ]
+    return chosen
 
 
 def find_runs(name: str, method: str, run_records: Sequence[RunRecord]) -> dict[int, RunRecord]:
     """Find the finished runs of a row, by seed."""
-    run_records = use_newest_version(run_records)
+    run_records = choose_versions(run_records)
     lr = select_lr(name, run_records)
     if lr is None:
         return {}
@@ -127,7 +139,14 @@ def describe_protocol(name: str, run_records: Sequence[RunRecord]) -> str:
         f"`{setup.model.encoder}`{f', width {setup.model.width}' if setup.model.width else ''}, hidden layer "
         f"{setup.model.hidden_size}, layer norm: {'yes' if setup.model.feature_norm == 'layer' else 'no'}. Accuracy: "
         f"{'mean of the last 5 rounds' if setup.summary_level == DEFAULT_AGGREGATION else 'last round'}."
+        f"{_describe_version(name, run_records)}"
     )
+
+
+def _describe_version(name: str, run_records: Sequence[RunRecord]) -> str:
+    """Say which results version the records of a setup have."""
+    versions = {r["version_when_run"] for r in run_records if r["setup"] == name and "version_when_run" in r}
+    return f" Results version {versions.pop()}." if len(versions) == 1 else ""
 
 
 def render_table(name: str, run_records: Sequence[RunRecord], timings: Sequence[RunRecord]) -> str:

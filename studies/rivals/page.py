@@ -56,6 +56,9 @@ def render_page(files: Files) -> str:
         elif scores := find_trial_scores(name, trials):
             parts += [f"## {setup.title}: trials only", describe_trials(scores)]
     parts.insert(1, render_primary(tables))
+    for name, setup in SETUPS.items():
+        if scores := find_trial_scores(name, read_records(files.search)):
+            parts += [f"## {setup.title}: the search for UEFL's settings", describe_search(scores)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -120,6 +123,19 @@ def describe_trials(scores: Mapping[str, Sequence[float]]) -> str:
     lines = ["Fresh seeds have not run. The trials have this NLL on validation examples (lower is better):", ""]
     lines += ["| trial | validation NLL | runs |", "| --- | --- | --- |"]
     return "\n".join([*lines, *(f"| {label} | {mean(v):.4f} | {len(v)} |" for label, v in scores.items())])
+
+
+def describe_search(scores: Mapping[str, Sequence[float]]) -> str:
+    """List what was tried, the best first."""
+    lines = [
+        "Before the trials were fixed, these settings were tried, on seeds of their own. Labels of UEFL name what differs "
+        "from the first setting in `studies/rivals/setups.py`. NLL on validation examples, lower is better:",
+        "",
+        "| settings | validation NLL | runs |",
+        "| --- | --- | --- |",
+    ]
+    ranked = sorted(scores.items(), key=lambda item: mean(item[1]))
+    return "\n".join([*lines, *(f"| {label} | {mean(v):.4f} | {len(v)} |" for label, v in ranked)])
 
 
 # --- one table ------------------------------------------------------------------------------------------------------

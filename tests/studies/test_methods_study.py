@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 
 from studies.methods.__main__ import PAGE, RECORDS, TIMES
-from studies.methods.page import CODEBOOK_PAIRS, EXCHANGES, find_runs, render_page, render_table
+from studies.methods.page import CODEBOOK_PAIRS, EXCHANGES, choose_versions, find_runs, render_page, render_table
 from studies.methods.runner import (
     StudyResources,
     StudyRun,
@@ -172,6 +172,18 @@ def test_runs_leave_one_record_each_are_not_run_twice_and_stop_at_the_time_limit
     assert all(record["bytes_up"] > 0 and record["total_rounds"] == 1 for record in read_records(path))
     assert run_parallel(runs, resources, path, messages.append) == 0
     assert len(read_records(path)) == 2
+
+
+def test_a_table_has_the_records_of_one_version_the_newest_that_is_as_complete():
+    def make(setup, version, seeds):
+        return [{"setup": setup, "method": "A", "seed": seed, "results_version": version} for seed in seeds]
+
+    chosen = choose_versions([*make("x", 2, (0, 1)), *make("x", 4, (1, 2)), *make("y", 2, (0, 1)), *make("y", 4, (0,))])
+    assert [(r["setup"], r["seed"], r["version_when_run"]) for r in chosen] == [
+        *(("x", 1, 4), ("x", 2, 4)),
+        *(("y", 0, 2), ("y", 1, 2)),
+    ]
+    assert choose_versions(chosen) == chosen
 
 
 def test_two_setups_share_a_run_and_both_have_its_record(tmp_path):
