@@ -128,8 +128,8 @@ def describe_trials(scores: Mapping[str, Sequence[float]]) -> str:
 def describe_search(scores: Mapping[str, Sequence[float]]) -> str:
     """List what was tried, the best first."""
     lines = [
-        "Before the trials were fixed, these settings were tried, on seeds of their own. Labels of UEFL name what differs "
-        "from the first setting in `studies/rivals/setups.py`. NLL on validation examples, lower is better:",
+        "Before the trials were fixed, these settings were tried, on seeds of their own. Labels of UEFL say what "
+        "differs from the first setting in `studies/rivals/setups.py`. NLL on validation examples, lower is better:",
         "",
         "| settings | validation NLL | runs |",
         "| --- | --- | --- |",
