@@ -39,6 +39,8 @@ FROZEN = {
     "SILO_PERMUTATIONS": "silo permutations",
     "RANDOM_RECEIVERS": "random receivers",
     "EXPORTED_MASKS": "exported masks",
+    "CALIBRATION_PART": "calibration",
+    "DRIFT_PERMUTATIONS": "drift permutations",
 }
 
 

@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from uefl.core.federation import Evaluations, Reply, ServerState, Tensors
-from uefl.core.metrics import compute_metric, compute_metrics, compute_pooled_metrics, compute_scaled_nll
+from uefl.core.metrics import (
+    compute_metric,
+    compute_metrics,
+    compute_pooled_metrics,
+    compute_scaled_nll,
+    sum_reliability,
+)
 
 if TYPE_CHECKING:
     from uefl.algorithms.uncertainty_report import UncertaintyReport
@@ -88,7 +94,7 @@ def complete_record(
     record = {**server.open_record, "silos": silos}
     tests = [evaluation.received["test"] for evaluation in evaluations.values() if "test" in evaluation.received]
     if pooled := compute_pooled_metrics(tests, specificity):
-        record["all_silos"] = pooled
+        record |= {"all_silos": pooled, "reliability": sum_reliability(tests)}
     return server.replace(open_record={}, completed_records=(*server.completed_records, record))
 
 

@@ -290,6 +290,12 @@ def compute_pooled_metrics(silos: Sequence[Sums], specificity: float = DEFAULT_S
     return {"num_examples": num_examples, **values, **compute_two_class_metrics(pooled, specificity)}
 
 
+def sum_reliability(silos: Sequence[Sums]) -> list[list[float]]:
+    """Return examples, confidence and correct predictions by bin of confidence, of the examples of all silos."""
+    pooled = [sums["reliability"].cpu() for sums in silos if "reliability" in sums]
+    return torch.stack(pooled).sum(0).tolist() if pooled else []
+
+
 def find_histogram_error(answer: Sums) -> str:
     """Return which histogram of an answer does not count every example once, or an empty string.
 

@@ -103,14 +103,16 @@ def print_results(folders: Mapping[str, Path], out: Path, console: Console) -> N
         folder = RunFolder(next(iter(folders.values())))
         console.print(f"run folder: {folder.path}\nfigure:     {folder.figure_path}", soft_wrap=True)
         return
-    from uefl.experiment.figures import plot_curves
+    from uefl.experiment.figures import plot_curves, plot_silos
 
     comparison = create_comparison_folder(folders, out)
-    figure = comparison / RunFolder.FIGURE_FILE
-    if not figure.exists():
-        plot_curves({name: RunFolder(path).read_records() for name, path in folders.items()}, figure)
+    figure, silos_figure = (comparison / name for name in (RunFolder.FIGURE_FILE, RunFolder.SILOS_FIGURE_FILE))
+    if not figure.exists() or not silos_figure.exists():
+        records = {name: RunFolder(path).read_records() for name, path in folders.items()}
+        plot_curves(records, figure)
+        plot_silos(records, silos_figure)
         runs = {name: path.name for name, path in folders.items()}
         contents = {"command": shlex.join(["uefl", *sys.argv[1:]]), "runs": runs}
         write_text(comparison / COMPARISON_FILE, json.dumps(contents, indent=1) + "\n")
     console.print("run folders: " + ", ".join(str(path) for path in folders.values()), soft_wrap=True)
-    console.print(f"figure:      {figure}", soft_wrap=True)
+    console.print(f"figures:     {figure}, by silo: {silos_figure}", soft_wrap=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from uefl.core.metrics import mean_metric, select_table_metrics
 from uefl.experiment.files import write_bytes
 from uefl.experiment.records import Record, count_new_codewords, is_evaluated
+
+MIN_BIN_EXAMPLES = 10  # of a point of the reliability curve; fewer are mostly noise
 
 
 def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
@@ -41,6 +45,70 @@ def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
         axes.set_ylabel(f"{metric.label}  mean {metric.description}")
         axes.grid(alpha=0.3)
     figure.axes[0].legend(loc="lower right", framealpha=0.9)
+    _write_figure(figure, path)
+
+
+def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
+    """Plot every silo's accuracy, the last decision on new codewords, and how reliable probabilities are."""
+    figure = Figure(figsize=(16, 4.5))
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.28, top=0.91, wspace=0.18)
+    bars, decision, reliability = figure.subplots(1, 3)
+    silo_names = sorted({silo for records in runs.values() for silo in records[-1]["silos"]})
+    for i, (name, records) in enumerate(runs.items()):
+        shift = (i - (len(runs) - 1) / 2) * 0.8 / len(runs)
+        accuracy = [records[-1]["silos"].get(silo, {}).get("accuracy", math.nan) for silo in silo_names]
+        bars.bar([k + shift for k in range(len(silo_names))], accuracy, 0.8 / len(runs), label=name, color=f"C{i}")
+        _plot_decision(decision, name, records, silo_names, shift, f"C{i}")
+        _plot_reliability(reliability, name, records[-1].get("reliability", []), f"C{i}")
+    for axes in (bars, decision):
+        axes.set_xticks(range(len(silo_names)), silo_names, rotation=40, ha="right", fontsize=8)
+    bars.set_title("test accuracy of every silo (higher is better)", fontsize=10)
+    bars.set_ylim(_choose_lower_end(runs), 1)
+    decision.set_title("last decision: validation entropy ± standard error; line: threshold", fontsize=10)
+    decision.set_ylabel("nats")
+    reliability.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
+    reliability.set_title("reliability: above the dotted line is too cautious", fontsize=10)
+    reliability.set(xlabel="confidence", ylabel="share of correct predictions")
+    if not decision.has_data():
+        decision.text(0.5, 0.5, "no method decided on codewords", ha="center", transform=decision.transAxes)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    figure.legend(*bars.get_legend_handles_labels(), loc="lower center", ncols=len(runs), fontsize=9)
+    _write_figure(figure, path)
+
+
+def _plot_decision(
+    axes: Axes, name: str, records: Sequence[Record], silo_names: Sequence[str], shift: float, color: str
+) -> None:
+    """Plot the entropy of every silo at the last decision of a run, and the threshold above which it is uncertain."""
+    decided = [record for record in records if record.get("has_decision")]
+    if not decided:
+        return
+    record, decision = decided[-1], decided[-1].get("decision", {})
+    for k, silo in enumerate(silo_names):
+        if validation := record["silos"].get(silo, {}).get("validation"):
+            entropy = decision.get("silos", {}).get(silo, {}).get("entropy", validation["entropy"])
+            error = math.sqrt(validation["entropy_variance"] / max(validation["num_examples"], 1))
+            is_uncertain = record["silos"][silo]["is_uncertain"]
+            axes.errorbar(k + shift, entropy, error, fmt="D" if is_uncertain else "o", color=color, capsize=3)
+    if decision.get("threshold") is not None:
+        axes.axhline(decision["threshold"], color=color, linestyle="--", linewidth=0.8, label=name)
+
+
+def _plot_reliability(axes: Axes, name: str, sums: Sequence[Sequence[float]], color: str) -> None:
+    """Plot the share of correct predictions over their confidence, for bins with enough examples."""
+    points = [(c / n, r / n) for n, c, r in zip(*sums, strict=True) if n >= MIN_BIN_EXAMPLES]
+    axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=name, color=color)
+
+
+def _choose_lower_end(runs: Mapping[str, Sequence[Record]]) -> float:
+    """Return a lower end of the axis of accuracies at which bars differ visibly."""
+    silos = [silo for records in runs.values() for silo in records[-1]["silos"].values()]
+    lowest = min((silo["accuracy"] for silo in silos if "accuracy" in silo), default=0.0)
+    return max(0.0, math.floor(10 * lowest - 1) / 10)
+
+
+def _write_figure(figure: Figure, path: Path) -> None:
     contents = io.BytesIO()
     figure.savefig(contents, dpi=130, format="png")
     write_bytes(path, contents.getvalue())

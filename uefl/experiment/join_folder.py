@@ -39,6 +39,8 @@ from uefl.experiment.run import (
 from uefl.experiment.run_folder import JOINED, PARENT, RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.silo_models import SiloModels, count_labels
 
+POOLED_ENTRIES = ("all_silos", "reliability")  # of a record; they would lack the new silo
+
 
 @dataclass(frozen=True)
 class Parent:
@@ -188,7 +190,7 @@ def _add_to_last_record(
     run_records: list[Record], silo_name: str, evaluation: Mapping[str, Any], total_codewords: int
 ) -> list[Record]:
     """Return the records of the run with the new silo in the last one; what the other silos have there stays."""
-    last = {n: v for n, v in run_records[-1].items() if n != "all_silos"}  # which would lack the new silo
+    last = {n: v for n, v in run_records[-1].items() if n not in POOLED_ENTRIES}
     silos = dict(sorted({**last["silos"], silo_name: {**evaluation, "joined": True}}.items()))
     return [*run_records[:-1], {**last, "silos": silos, "total_codewords": total_codewords}]
 

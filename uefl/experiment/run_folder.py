@@ -7,11 +7,13 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uefl.core.errors import InputError
 from uefl.experiment.files import write_text
-from uefl.experiment.records import Record, read_records
+
+if TYPE_CHECKING:
+    from uefl.experiment.records import Record
 
 RECORDS_CHECKSUM_KEY = "records_checksum"  # of the summary: CRC-32 of the records when the run finished
 RESULTS_VERSION_KEY = "results_version"
@@ -31,6 +33,7 @@ class RunFolder:
     HELD_OUT_FILE = "held-out.safetensors"  # what the models predict for the calibration examples of silos
     CALIBRATION_FILE = "calibration.json"  # temperatures and thresholds that `uefl calibrate` found
     FIGURE_FILE = "figure.png"
+    SILOS_FIGURE_FILE = "silos.png"  # of a comparison
     SUMMARY_FILE = "summary.json"  # written last: it marks a finished run
     LOCK_FILE = ".lock"
 
@@ -86,6 +89,8 @@ class RunFolder:
 
     def read_records(self) -> list[Record]:
         """Read the records; those of a finished run must be complete and as they were when it finished."""
+        from uefl.experiment.records import read_records  # imports torch, which names of files do not need
+
         if not self.is_finished:
             return read_records(self.records_path)
         summary = self.read_summary()

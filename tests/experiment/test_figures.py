@@ -1,0 +1,57 @@
+"""Figures show what records hold: every silo's accuracy, the last decision with its threshold, and reliability."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import make_clients, make_method, run_rounds
+from matplotlib.figure import Figure
+
+from uefl.experiment import figures
+from uefl.experiment.figures import plot_silos
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Collect the figures that are written."""
+    written: list[Figure] = []
+    write = figures._write_figure
+    monkeypatch.setattr(figures, "_write_figure", lambda f, path: (written.append(f), write(f, path)))
+    return written
+
+
+def run_records(name: str, **fields: Any) -> list[dict[str, Any]]:
+    method = make_method(name, **fields)
+    return run_rounds(method, make_clients(method))[1]
+
+
+def test_bars_decision_and_reliability_are_those_of_the_records(drawn: list[Figure], tmp_path: Path) -> None:
+    runs = {"fedavg": run_records("fedavg"), "uefl": run_records("uefl", codebook=True)}
+    plot_silos(runs, tmp_path / "silos.png")
+    assert (tmp_path / "silos.png").read_bytes().startswith(b"\x89PNG")
+    bars, decision, reliability = drawn[0].axes
+    silos = ("ada", "bob", "cyd", "dan")
+    accuracy = [records[-1]["silos"][silo]["accuracy"] for records in runs.values() for silo in silos]
+    assert [bar.get_height() for bar in bars.patches] == pytest.approx(accuracy)
+    last = [record for record in runs["uefl"] if record.get("has_decision")][-1]
+    thresholds = [line.get_ydata()[0] for line in decision.lines if line.get_linestyle() == "--"]
+    assert thresholds == [pytest.approx(last["decision"]["threshold"])]
+    centers = [line.get_ydata()[0] for line in decision.lines if line.get_marker() in ("o", "D")]
+    assert centers == pytest.approx([last["silos"][silo]["validation"]["entropy"] for silo in silos])
+    assert [line.get_label() for line in reliability.lines[:2]] == ["fedavg", "uefl"]
+
+
+def test_reliability_counts_the_test_examples_of_all_silos() -> None:
+    record = run_records("fedavg")[-1]
+    counts, confidence, correct = record["reliability"]
+    silos = record["silos"].values()
+    assert sum(counts) == sum(silo["num_examples"] for silo in silos) == record["all_silos"]["num_examples"]
+    assert sum(correct) == pytest.approx(sum(silo["accuracy_sampled"] * silo["num_examples"] for silo in silos))
+    assert all(c <= n for n, c in zip(counts, confidence))
+
+
+def test_without_a_codebook_the_figure_says_that_nothing_was_decided(drawn: list[Figure], tmp_path: Path) -> None:
+    plot_silos({"fedavg": run_records("fedavg")}, tmp_path / "silos.png")
+    assert [text.get_text() for text in drawn[0].axes[1].texts] == ["no method decided on codewords"]
