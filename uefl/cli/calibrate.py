@@ -30,7 +30,9 @@ def calibrate(
             help="What is asked, and labeled files of the silo: folders <class>/…, zip archives, CSV files.",
         ),
     ] = None,
-    silo: Annotated[str, typer.Option(help="Calibrate only this silo; needed with files.")] = "",
+    silo: Annotated[
+        str, typer.Option(help="Calibrate only this silo; needed with files, except in a silo's copy.")
+    ] = "",
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace another calibration; the old one is kept under a new name.")
     ] = False,
@@ -67,12 +69,13 @@ def calibrate(
 
     check_device(device)
     settings, label_column, paths = parse_arguments(arguments or [])
-    if paths and not silo:
-        raise InputError("files belong to one silo; name it with --silo")
     model_file = find_model_file(run)
     if model_file.name != RunFolder.MODEL_FILE:
         raise InputError(f"{run} is a model file of another name; give the folder of a run or of a silo's copy")
     models = open_models(model_file)
+    silo = silo or models.description.owner
+    if paths and not silo:
+        raise InputError(f"files belong to one silo; name it with --silo: {', '.join(models.list_trained())}")
     if silo:
         models.check_silo(silo)
     folder = RunFolder(ensure_writable_folder(model_file.parent))

@@ -65,7 +65,7 @@ def watch(
     models = open_models(model_file)
     silo = silo or models.description.owner
     if not silo:
-        raise InputError(f"name the silo with --silo: {', '.join(models.description.silo_names)}")
+        raise InputError(f"name the silo with --silo: {', '.join(models.list_trained())}")
     models.check_silo(silo)
     path = figure or model_file.parent / f"watch-{quote(silo, safe=' ')}.png"
     ensure_writable_folder(path.parent)
