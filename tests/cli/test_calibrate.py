@@ -4,6 +4,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from harness import call_cli, call_with_mistake, list_photo_names, write_photos
@@ -117,6 +118,19 @@ def test_files_belong_to_the_owner_of_a_silos_copy(plain, tmp_path):
     load(folder, "west").save(tmp_path / "west")
     assert call_cli("calibrate", str(tmp_path / "west"), str(labeled)).code == 0
     assert list(json.loads(RunFolder(tmp_path / "west").calibration_path.read_text())["silos"]) == ["west"]
+
+
+def test_names_of_bad_files_cannot_control_the_terminal(plain, tmp_path):
+    folder, labeled = plain
+    load(folder, "west").save(tmp_path / "west")
+    with ZipFile(tmp_path / "new.zip", "w") as archive:
+        for path in sorted(labeled.rglob("*.png")):
+            archive.write(path, path.relative_to(labeled).as_posix())
+        archive.writestr("x/\x1b[2J.png", "no image")
+    answer = call_cli("calibrate", str(tmp_path / "west"), str(tmp_path / "new.zip"))
+    assert answer.code == 0, answer
+    assert "skipped: " in answer.stderr
+    assert "\x1b[2J" not in answer.stderr
 
 
 def test_the_table_fits_80_columns_and_shares_are_not_rounded_to_all_or_nothing():

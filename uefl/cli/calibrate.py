@@ -127,14 +127,14 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[CalibrationSettings, str,
 
 
 def _hold_out_files(models: SiloModels, silo: str, paths: Sequence[Path], label_column: str, device: str) -> HeldOut:
-    from uefl.data.readers.context import ReadContext
+    from uefl.data.readers.context import ReadContext, sanitize_line
     from uefl.experiment.held_out import LABELED_FILES, HeldOut, measure_examples
     from uefl.experiment.inputs import read_labeled_inputs
 
     context = ReadContext(skip_bad=True, show_progress=True)
     examples = read_labeled_inputs(paths, models.description, context, label_column)
     for line in context.skipped_messages:
-        typer.echo(f"skipped: {line}", err=True)
+        typer.echo(f"skipped: {sanitize_line(line)}", err=True)
     measurements = measure_examples(models.build(silo, device), examples.x, show_progress=True)
     return HeldOut(examples.y, measurements, source=LABELED_FILES)
 
