@@ -4,10 +4,14 @@ import csv
 import io
 import json
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from harness import call_cli, call_with_mistake, list_photo_names, write_photos
+from rich.console import Console
 
+from uefl.experiment.calibration import SiloCalibration
+from uefl.experiment.calibration_report import explain_calibration, make_calibration_table
 from uefl.experiment.loading import load
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import run
@@ -88,7 +92,7 @@ def test_a_run_without_a_calibration_part_uses_labeled_files(plain):
         "calibration_fraction=0.2"
     )
     assert call_with_mistake("calibrate", str(folder), str(labeled)) == (
-        "files belong to one silo; name it with --silo"
+        "files belong to one silo; name it with --silo: north, south, west"
     )
     answer = call_cli("calibrate", str(folder), str(labeled), "--silo", "north")
     assert answer.code == 0, answer.stderr
@@ -107,6 +111,38 @@ def test_a_run_without_a_calibration_part_uses_labeled_files(plain):
     replaced = call_cli("calibrate", str(folder), str(labeled), "coverage=0.8", "--silo", "south", "--replace")
     assert replaced.code == 0, replaced.stderr
     assert {path.name for path in folder.glob("*-1.*")} == {"calibration-1.json", "held-out-1.safetensors"}
+
+
+def test_files_belong_to_the_owner_of_a_silos_copy(plain, tmp_path):
+    folder, labeled = plain
+    load(folder, "west").save(tmp_path / "west")
+    assert call_cli("calibrate", str(tmp_path / "west"), str(labeled)).code == 0
+    assert list(json.loads(RunFolder(tmp_path / "west").calibration_path.read_text())["silos"]) == ["west"]
+
+
+def test_names_of_bad_files_cannot_control_the_terminal(plain, tmp_path):
+    folder, labeled = plain
+    load(folder, "west").save(tmp_path / "west")
+    with ZipFile(tmp_path / "new.zip", "w") as archive:
+        for path in sorted(labeled.rglob("*.png")):
+            archive.write(path, path.relative_to(labeled).as_posix())
+        archive.writestr("x/\x1b[2J.png", "no image")
+    answer = call_cli("calibrate", str(tmp_path / "west"), str(tmp_path / "new.zip"))
+    assert answer.code == 0, answer
+    assert "skipped: " in answer.stderr
+    assert "\x1b[2J" not in answer.stderr
+
+
+def test_the_table_fits_80_columns_and_shares_are_not_rounded_to_all_or_nothing():
+    found = SiloCalibration(0.995, 0.005, 0, "labeled files", 12345, 0.59, 0.782123, 0.000123456, 1.36, 1.0)
+    calibrations = {"VA Long Beach": found}
+    output = io.StringIO()
+    Console(file=output, width=80).print(make_calibration_table(calibrations))
+    assert "…" not in output.getvalue()
+    assert len(output.getvalue().splitlines()) == 6, "no heading and no name is wrapped"
+    sentences = explain_calibration(calibrations)
+    assert "at least 99.5% of the silo's new examples" in sentences[0]
+    assert sentences[1].startswith("At most 0.5% of the answers are wrong")
 
 
 def test_labels_of_a_table_are_read_with_the_settings_of_the_run(tmp_path):

@@ -1,6 +1,7 @@
 """`uefl watch`: an answer in words, a picture, exit code 1 on alarm and 2 on a mistake."""
 
 from pathlib import Path
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -47,6 +48,18 @@ def test_the_answer_is_words_a_picture_and_an_exit_code(digits, tmp_path):
     assert changed.code == 1
     assert changed.stdout.startswith("ALARM: the 60 inputs are not like the data of silo D1-1")
     assert (folder / "watch-D1-1.png").exists()
+
+
+def test_names_of_bad_files_cannot_control_the_terminal(digits, tmp_path):
+    folder, root = digits
+    with ZipFile(tmp_path / "bad.zip", "w") as archive:
+        archive.writestr("\x1b[2J.png", "no image")
+    inputs = [str(root / "same"), str(tmp_path / "bad.zip")]
+    answer = call_cli("watch", str(folder), *inputs, "--silo", "D1-1", "--figure", str(tmp_path / "a.png"))
+    assert answer.code == 0, answer
+    assert "skipped: " in answer.stderr
+    assert "?[2J.png" in answer.stderr
+    assert "\x1b[2J" not in answer.stderr
 
 
 def test_mistakes_are_one_line_and_exit_code_2(digits, tmp_path):

@@ -50,6 +50,11 @@ def test_the_quantile_is_the_order_statistic_of_its_definition(n, coverage):
 def test_with_fewer_than_nine_examples_a_set_has_all_classes():
     assert count_needed(0.9) == 9
     assert count_needed(0.95) == 19
+    for coverage in (0.01, 0.5, 0.55, 0.99, 0.999, 0.9999):
+        needed = count_needed(coverage)
+        assert compute_quantile(torch.zeros(needed), coverage) == 0.0
+        assert compute_quantile(torch.zeros(needed - 1), coverage) == ALL_CLASSES
+    assert count_needed(1 - 1e-8) == pytest.approx(1e8)
     assert compute_quantile(torch.zeros(8), 0.9) == ALL_CLASSES
     assert compute_quantile(torch.zeros(9), 0.9) == 0.0
     assert compute_quantile(torch.zeros(0), 0.9) == ALL_CLASSES

@@ -55,6 +55,13 @@ def test_the_answer_is_in_words(models):
     assert alarm[-1].endswith("Levels are those of a single look.")
 
 
+def test_a_small_p_value_is_not_shown_as_zero(models):
+    """With 52 looks, p-values below 0.00005 are compared with levels below 0.001."""
+    report = watch(models, make_pattern_examples(60, 1000, brightness=1.5).x, looks=52)
+    (line,) = [line for line in report.describe() if line.startswith(CODEWORDS)]
+    assert "p = 2.404e-05 ≤ 0.000" in line  # 1 of 41600 arrangements
+
+
 def test_draws_of_dropout_differ_between_reference_and_inputs(models):
     """The same images again: equal draws would give equal entropies."""
     x = make_pattern_examples(90, 50).x

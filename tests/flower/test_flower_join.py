@@ -25,7 +25,7 @@ from uefl.flower.wire import count_bytes, pack_content, read_payload
 
 SETTINGS = (
     "image_size=14 width=2 hidden_size=8 mc_samples=2 local.batch_size=12 local.epochs=1 rounds=3 iterations=1 "
-    "warmup_rounds=1 num_codewords=8 min_examples=2"
+    "warmup_rounds=1 num_codewords=8 min_examples=2 calibration_fraction=0.2"
 )
 SHIFTS = {"north": "rotate:0", "south": "rotate:-50", "east": "rotate:90"}
 
@@ -100,6 +100,8 @@ def test_the_silo_s_own_copy_predicts_and_has_only_shared_codewords_and_its_own(
     assert len(models.model_state[name]) > num_shared
     others = {n: t for n, t in models.model_state.items() if n != name}
     assert all((t == shared.model_state[n]).all() for n, t in others.items())
+    assert set(models.held_out) == {"east"}, "its calibration part is measured and stays at the silo"
+    assert not list(run.parent.rglob(RunFolder.HELD_OUT_FILE))
     (image, *_) = sorted((folder / "east/data").rglob("*.png"))
     assert load(copy).input_format.decode_file(image.read_bytes()).shape == (1, 14, 14)
 

@@ -30,7 +30,9 @@ def calibrate(
             help="What is asked, and labeled files of the silo: folders <class>/…, zip archives, CSV files.",
         ),
     ] = None,
-    silo: Annotated[str, typer.Option(help="Calibrate only this silo; needed with files.")] = "",
+    silo: Annotated[
+        str, typer.Option(help="Calibrate only this silo; needed with files, except in a silo's copy.")
+    ] = "",
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace another calibration; the old one is kept under a new name.")
     ] = False,
@@ -67,12 +69,13 @@ def calibrate(
 
     check_device(device)
     settings, label_column, paths = parse_arguments(arguments or [])
-    if paths and not silo:
-        raise InputError("files belong to one silo; name it with --silo")
     model_file = find_model_file(run)
     if model_file.name != RunFolder.MODEL_FILE:
         raise InputError(f"{run} is a model file of another name; give the folder of a run or of a silo's copy")
     models = open_models(model_file)
+    silo = silo or models.description.owner
+    if paths and not silo:
+        raise InputError(f"files belong to one silo; name it with --silo: {', '.join(models.list_trained())}")
     if silo:
         models.check_silo(silo)
     folder = RunFolder(ensure_writable_folder(model_file.parent))
@@ -124,14 +127,14 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[CalibrationSettings, str,
 
 
 def _hold_out_files(models: SiloModels, silo: str, paths: Sequence[Path], label_column: str, device: str) -> HeldOut:
-    from uefl.data.readers.context import ReadContext
+    from uefl.data.readers.context import ReadContext, sanitize_line
     from uefl.experiment.held_out import LABELED_FILES, HeldOut, measure_examples
     from uefl.experiment.inputs import read_labeled_inputs
 
     context = ReadContext(skip_bad=True, show_progress=True)
     examples = read_labeled_inputs(paths, models.description, context, label_column)
     for line in context.skipped_messages:
-        typer.echo(f"skipped: {line}", err=True)
+        typer.echo(f"skipped: {sanitize_line(line)}", err=True)
     measurements = measure_examples(models.build(silo, device), examples.x, show_progress=True)
     return HeldOut(examples.y, measurements, source=LABELED_FILES)
 

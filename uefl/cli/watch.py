@@ -53,7 +53,7 @@ def watch(
     if figure is not None and figure.suffix.lower() != ".png":
         raise InputError(f"figure={figure} must be a PNG file: a name that ends with .png")
 
-    from uefl.data.readers.context import ReadContext
+    from uefl.data.readers.context import ReadContext, sanitize_line
     from uefl.engines.choosing import check_device
     from uefl.experiment.files import ensure_writable_folder
     from uefl.experiment.inputs import read_inputs
@@ -65,14 +65,14 @@ def watch(
     models = open_models(model_file)
     silo = silo or models.description.owner
     if not silo:
-        raise InputError(f"name the silo with --silo: {', '.join(models.description.silo_names)}")
+        raise InputError(f"name the silo with --silo: {', '.join(models.list_trained())}")
     models.check_silo(silo)
     path = figure or model_file.parent / f"watch-{quote(silo, safe=' ')}.png"
     ensure_writable_folder(path.parent)
     context = ReadContext(skip_bad=True, show_progress=True)
     x = read_inputs(inputs, models.description.input_format, context)
     for line in context.skipped_messages:
-        typer.echo(f"skipped: {line}", err=True)
+        typer.echo(f"skipped: {sanitize_line(line)}", err=True)
     report = watch_silo(models, silo, x, level=level, looks=looks, device=device)
     for line in report.describe():
         typer.echo(line)

@@ -11,6 +11,7 @@ Legend for shapes: n examples, C classes.
 from __future__ import annotations
 
 import math
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ def compute_scores(p: Tensor) -> Tensor:
 
 def count_needed(coverage: float) -> int:
     """Return the smallest number of examples with which sets of this coverage are smaller than all classes."""
-    return next(n for n in range(1, 10**7) if _find_rank(n, coverage) <= n)
+    start = max(1, int(coverage / (1 - coverage)) - 1)  # one more or less, by rounding
+    return next(n for n in count(start) if _find_rank(n, coverage) <= n)
 
 
 def compute_quantile(scores: Tensor, coverage: float) -> float:

@@ -10,11 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-NUM_TEMPERATURES, MIN_TEMPERATURE, MAX_TEMPERATURE = (
-    33,
-    0.25,
-    4.0,
-)  # a geometric grid with a ratio of 1.09, and 1 in its middle
+# a geometric grid with a ratio of 1.09, and 1 in its middle
+NUM_TEMPERATURES, MIN_TEMPERATURE, MAX_TEMPERATURE = 33, 0.25, 4.0
 TEMPERATURES = tuple(
     MIN_TEMPERATURE * (MAX_TEMPERATURE / MIN_TEMPERATURE) ** (i / (NUM_TEMPERATURES - 1))
     for i in range(NUM_TEMPERATURES)

@@ -101,12 +101,13 @@ def read_held_out(path: Path) -> dict[str, HeldOut]:
     """Read what `save_held_out` wrote; without a file, nothing. A damaged file is an `InputError`."""
     if not path.exists():
         return {}
-    tensors, metadata = load_tensors(path)
     try:
+        tensors, metadata = load_tensors(path)
         return {
             silo_name: HeldOut(own[0], Measurements(*own[1:]), float(values["temperature"]), str(values["source"]))
             for silo_name, values in metadata["silos"].items()
             for own in [[tensors[f"{silo_name}/{name}"] for name in _TENSORS]]
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise InputError(f"{path} is damaged ({type(e).__name__}: {e})") from None
+    except (InputError, KeyError, TypeError, ValueError, AttributeError) as e:
+        reason = str(e) if isinstance(e, InputError) else f"{path} is damaged ({type(e).__name__}: {e})"
+        raise InputError(f"{reason}; move it away to predict; a new calibration then needs labeled files") from None

@@ -22,6 +22,7 @@ from uefl.engines import ENGINES
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
 from uefl.experiment.experiment import RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_write_errors, write_text
+from uefl.experiment.held_out import save_held_out
 from uefl.experiment.join_report import is_uncertain
 from uefl.experiment.joining import JoinResult, JoinSettings, OnProgress, OwnParts, extend_access, join_silo
 from uefl.experiment.loading import open_models
@@ -174,6 +175,8 @@ def write_joined(
 ) -> None:
     """Write model, records, figure and header of the new run; the summary, which marks it as finished, comes last."""
     silo_name = header[JOINED][-1]["silo"]
+    if models.held_out:
+        save_held_out(folder.held_out_path, models.held_out)
     models.save(folder.model_path)
     run_records = _add_to_last_record(
         read_records(parent.folder.records_path), silo_name, evaluation, models.access.shape[1]
@@ -251,6 +254,7 @@ def _prepare_others(parent: Parent, silo: Silo, settings: JoinSettings, device: 
     context = prepared.context._replace(
         domains={s.name: s.domain for s in silos},
         label_counts={s.name: count_labels(s.train.y, num_classes) for s in silos},
+        silos=(*prepared.context.silos, *joined, silo),
     )
     return prepared._replace(
         experiment=replace(prepared.experiment, method=method), context=context, silos=list(method.prepare_silos(silos))

@@ -64,7 +64,7 @@ class WatchReport:
             detail = f"; median {before:.3g} before, {now:.3g} now"
         sign = "≤" if comparison.is_alarm else ">"
         return (
-            f"{comparison.name}: distance {comparison.statistic:.3f}, p = {comparison.p_value:.4f} {sign} "
+            f"{comparison.name}: distance {comparison.statistic:.3f}, p = {comparison.p_value:.4g} {sign} "
             f"{comparison.level:.4g}{detail}"
         )
 
