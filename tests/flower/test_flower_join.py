@@ -25,7 +25,7 @@ from uefl.flower.wire import count_bytes, pack_content, read_payload
 
 SETTINGS = (
     "image_size=14 width=2 hidden_size=8 mc_samples=2 local.batch_size=12 local.epochs=1 rounds=3 iterations=1 "
-    "warmup_rounds=1 num_codewords=8 min_examples=2"
+    "warmup_rounds=1 num_codewords=8 min_examples=2 calibration_fraction=0.2"
 )
 SHIFTS = {"north": "rotate:0", "south": "rotate:-50", "east": "rotate:90"}
 
@@ -92,6 +92,7 @@ def test_the_silo_s_own_copy_predicts_and_has_only_shared_codewords_and_its_own(
     (copy,) = (folder / "east/state").rglob("model.safetensors")
     models, shared = open_models(copy), open_models(run)
     assert models.description.owner == "east"
+    assert list(models.held_out) == ["east"], "the silo can be calibrated at its site"
     assert sum(models.description.silos["east"].label_counts) == models.description.silos["east"].num_examples
     (name,) = [n for n in shared.model_state if n.endswith("codewords")]
     num_shared = int(shared.access.all(0).sum())

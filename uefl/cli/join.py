@@ -66,6 +66,7 @@ def join(
     import torch
     from rich.console import Console
 
+    from uefl.core.federation import list_parts
     from uefl.engines.choosing import check_device
     from uefl.experiment.join_folder import join_run, load_newcomer, name_newcomer, open_parent
     from uefl.experiment.joining import JoinSettings, check_newcomer
@@ -76,7 +77,7 @@ def join(
     chosen = name_newcomer(path, override_settings(JoinSettings(), settings or []))
     parent, console = open_parent(run), Console()
     silo = check_newcomer(parent.models, load_newcomer(parent, path, chosen.name))
-    sizes = ", ".join(f"{len(silo.examples(split).y)} {split}" for split in ("train", "validation", "test"))
+    sizes = ", ".join(f"{len(examples.y)} {part}" for part, examples in list_parts(silo).items())
     console.print(f"{silo.name}: {sizes} examples; joins {run}", soft_wrap=True, markup=False, highlight=False)
     out = out or run.resolve().parent
     if chosen.others == "train":

@@ -19,9 +19,11 @@ from uefl.data.config import DataConfig
 from uefl.data.own_silo import adapt_to_own_table, align_labels, declare_columns, make_own_silo, scale_table
 from uefl.data.table_format import TableFormat
 from uefl.engines import ENGINES
+from uefl.experiment.calibration import read_calibrations, write_calibrations
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
 from uefl.experiment.experiment import RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_write_errors, write_text
+from uefl.experiment.held_out import save_held_out
 from uefl.experiment.join_report import is_uncertain
 from uefl.experiment.joining import JoinResult, JoinSettings, OnProgress, OwnParts, extend_access, join_silo
 from uefl.experiment.loading import open_models
@@ -29,6 +31,8 @@ from uefl.experiment.records import Record, read_records, summarize_records
 from uefl.experiment.run import (
     Listener,
     PreparedRun,
+    check_environment,
+    describe_environment,
     make_engine_listeners,
     make_engine_settings,
     prepare_run,
@@ -102,7 +106,8 @@ def _describe_own_table(config: DataConfig, path: Path, table: TableFormat) -> D
 
 def name_newcomer(path: Path, settings: JoinSettings) -> JoinSettings:
     """Return the settings with a name: that of the folder or file, without one."""
-    return settings if settings.name else replace(settings, name=path.resolve().stem)
+    path = path.resolve()
+    return settings if settings.name else replace(settings, name=path.name if path.is_dir() else path.stem)
 
 
 def join_run(
@@ -172,7 +177,11 @@ def write_joined(
 ) -> None:
     """Write model, records, figure and header of the new run; the summary, which marks it as finished, comes last."""
     silo_name = header[JOINED][-1]["silo"]
+    if models.held_out:
+        save_held_out(folder.held_out_path, models.held_out)
     models.save(folder.model_path)
+    if calibrations := read_calibrations(parent.folder.calibration_path, parent.models):
+        write_calibrations(folder.calibration_path, models, calibrations)  # the models of the other silos are as before
     run_records = _add_to_last_record(
         read_records(parent.folder.records_path), silo_name, evaluation, models.access.shape[1]
     )
@@ -210,7 +219,9 @@ def train_all(
         raise InputError("others=train trains what the method trains; head=own and batch_norm=own need others=fixed")
     prepared = _prepare_others(parent, silo, settings, device, on_event)
     result = join_silo(parent.models, silo, replace(settings, epochs=0), device=device)
-    if not folder.has_header:
+    if folder.has_header:
+        check_environment(folder, prepared.context)
+    else:
         server, client_states = load_checkpoint(parent.folder.server_path, "cpu")
         server, client_states = add_to_server(server, client_states, silo.name, result.own)
         parent_records = read_records(parent.folder.records_path)
@@ -247,6 +258,7 @@ def _prepare_others(parent: Parent, silo: Silo, settings: JoinSettings, device: 
     method = replace(experiment.method, rounds=total + settings.rounds, iterations=1, extra_rounds=0)
     num_classes = len(prepared.context.class_names)
     context = prepared.context._replace(
+        silos=tuple(silos),
         domains={s.name: s.domain for s in silos},
         label_counts={s.name: count_labels(s.train.y, num_classes) for s in silos},
     )
@@ -314,10 +326,7 @@ def make_header(
     }
     if prepared is not None:
         changes |= {
-            "engine": prepared.context.engine,
-            "device": prepared.context.device,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            **describe_environment(prepared.context),
             "experiment": prepared.experiment.to_config(),
             "total_rounds": prepared.experiment.method.total_rounds,
         }

@@ -39,6 +39,7 @@ from uefl.core.field_rules import check_ranges, setting
 from uefl.engines.choosing import check_device
 from uefl.engines.serial import SerialEngine, copy_into_network
 from uefl.experiment.experiment import DTYPES
+from uefl.experiment.held_out import collect_held_out
 from uefl.experiment.settings import from_dict
 from uefl.experiment.silo_models import REFERENCE_METRICS, SiloFacts, SiloModels, count_labels
 from uefl.experiment.trained_model import TrainedModel, save_models
@@ -159,8 +160,10 @@ def join_silo(
         {n: after["validation"][n] for n in REFERENCE_METRICS if n in after.get("validation", {})},
         tuple(count_labels(silo.train.y, len(models.description.class_names))),
     )
+    joined = add_silo_model(models, silo, facts, trained)
+    held_out = {**models.held_out, **collect_held_out(joined, [silo], device)}
     return JoinResult(
-        models=add_silo_model(models, silo, facts, trained),
+        models=replace(joined, held_out=held_out),
         silo_name=silo.name,
         shared=shared,
         before=before,
