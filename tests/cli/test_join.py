@@ -120,6 +120,7 @@ def test_the_newcomer_has_a_calibration_part_and_the_others_stay_calibrated(hosp
     assert call_cli("calibrate", str(parent), "risk=0").code == 0
     answer = call_cli("join", str(parent), str(table), "epochs=1")
     assert "47 calibration examples" in answer.stdout
+    assert "hungary is not calibrated yet; the calibration of the other silos still holds" in answer.stdout
     folder = find_folder(answer.stdout)
     before, after = open_models(parent), open_models(folder)
     for name in before.description.silo_names:
@@ -181,6 +182,9 @@ def test_mistakes_are_one_line(hospitals, tmp_path) -> None:
     assert "unknown field 'epoch'" in call_with_mistake("join", run, table, "epoch=3")
     assert "Cleveland is in this run already" in call_with_mistake("join", run, table, "name=Cleveland")
     assert "not a run folder" in call_with_mistake("join", str(tmp_path), table)
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+    (damaged / "records.jsonl").write_text("")
+    assert "is damaged" in call_with_mistake("join", str(damaged), table, "epochs=1")
 
 
 def test_stopped_rounds_resume_to_the_same_bits(hospitals, tmp_path) -> None:

@@ -129,13 +129,13 @@ def _report(
     from uefl.experiment.join_folder import read_evaluations
     from uefl.experiment.join_report import (
         describe_last_decision,
+        describe_missing_calibration,
         describe_missing_codewords,
         describe_own_parts,
         describe_rate,
         describe_uncertainty,
         make_join_table,
     )
-    from uefl.experiment.records import read_records
     from uefl.experiment.report import print_runs
 
     if result is None:
@@ -145,10 +145,11 @@ def _report(
         test = codebook.uncertainty_test if codebook else ""
         lines = [
             describe_uncertainty(models, result.silo_name, result.shared),
-            describe_last_decision(read_records(parent.folder.records_path), test),
+            describe_last_decision(parent.folder.read_records(), test),
             describe_own_parts(models, result),
             describe_missing_codewords(models, result, num_train),
             describe_rate(result) if settings.others == "fixed" else "",
+            describe_missing_calibration(models, result.silo_name, settings.others),
         ]
     for line in filter(None, lines):
         console.print(line, soft_wrap=True, markup=False, highlight=False)

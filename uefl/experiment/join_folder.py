@@ -27,7 +27,7 @@ from uefl.experiment.held_out import save_held_out
 from uefl.experiment.join_report import is_uncertain
 from uefl.experiment.joining import JoinResult, JoinSettings, OnProgress, OwnParts, extend_access, join_silo
 from uefl.experiment.loading import open_models
-from uefl.experiment.records import Record, read_records, summarize_records
+from uefl.experiment.records import Record, summarize_records
 from uefl.experiment.run import (
     Listener,
     PreparedRun,
@@ -66,6 +66,7 @@ def open_parent(path: Path) -> Parent:
     header = folder.read_header()
     if not folder.is_finished:
         raise InputError(f"{path} is unfinished; run the original command again, then join")
+    folder.read_records()  # damage is noticed here, before any training
     return Parent(folder, header, open_models(path))
 
 
@@ -182,9 +183,7 @@ def write_joined(
     models.save(folder.model_path)
     if calibrations := read_calibrations(parent.folder.calibration_path, parent.models):
         write_calibrations(folder.calibration_path, models, calibrations)  # the models of the other silos are as before
-    run_records = _add_to_last_record(
-        read_records(parent.folder.records_path), silo_name, evaluation, models.access.shape[1]
-    )
+    run_records = _add_to_last_record(parent.folder.read_records(), silo_name, evaluation, models.access.shape[1])
     write_text(folder.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in run_records))
     from uefl.experiment.figures import plot_curves  # matplotlib is slow to import
 
@@ -224,7 +223,7 @@ def train_all(
     else:
         server, client_states = load_checkpoint(parent.folder.server_path, "cpu")
         server, client_states = add_to_server(server, client_states, silo.name, result.own)
-        parent_records = read_records(parent.folder.records_path)
+        parent_records = parent.folder.read_records()
         write_text(folder.records_path, "".join(json.dumps(r, sort_keys=True) + "\n" for r in parent_records))
         save_checkpoint(folder.checkpoint_path, server, client_states)
         folder.write_header(make_header(parent, make_entry(silo, path, settings, result), silo.domain, prepared))

@@ -103,6 +103,15 @@ def describe_rate(result: JoinResult) -> str:
     return f"{chosen}, by validation NLL ({listed})"
 
 
+def describe_missing_calibration(models: SiloModels, silo_name: str, others: str) -> str:
+    """Say which models of the new run lack a calibration although the run before has one."""
+    if not models.is_calibrated:
+        return ""
+    if others == "fixed":
+        return f"{silo_name} is not calibrated yet; the calibration of the other silos still holds"
+    return "the new models are not calibrated yet; the calibration of the run before does not hold for them"
+
+
 def make_join_table(evaluations: Mapping[str, Evaluation]) -> Table:
     """Make a table of the newcomer's test examples, one column per evaluation."""
     table = Table(title="Test examples of the new silo", title_justify="left")
