@@ -142,6 +142,13 @@ def test_all_silos_that_train_further_have_their_calibration_part(hospitals, tmp
     assert "[/b]" in call_cli("calibrate", str(folder), "risk=0").stdout
 
 
+def test_further_rounds_never_drop_a_classifier_of_a_silo_s_own(hospitals, tmp_path) -> None:
+    run, table = map(str, hospitals)
+    folder = find_folder(call_cli("join", run, table, "head=own", "epochs=0", "--out", str(tmp_path)).stdout)
+    line = call_with_mistake("join", str(folder), table, "name=again", "others=train")
+    assert "hungary joined with a classifier" in line
+
+
 def test_a_folder_gives_its_whole_name_and_a_file_its_name_without_ending(tmp_path) -> None:
     (tmp_path / "site.v2").mkdir()
     (tmp_path / "east.csv").touch()

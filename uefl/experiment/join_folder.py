@@ -242,10 +242,15 @@ def _prepare_others(parent: Parent, silo: Silo, settings: JoinSettings, device: 
         raise InputError("others=train needs the data of all silos, which stay at the silos of a run over Flower")
     if not parent.folder.server_path.exists():
         raise InputError(f"others=train needs {parent.folder.server_path}, which is missing")
+    earlier = parent.header.get(JOINED, [])
+    if lost := [e["silo"] for e in earlier if "own" in (e["settings"]["head"], e["settings"]["batch_norm"])]:
+        raise InputError(
+            f"others=train: {lost[0]} joined with a classifier or batch norm of its own, which further rounds would "
+            f"drop; use others=fixed, or continue the run before {lost[0]} joined"
+        )
     experiment = parent.experiment
     total = experiment.method.total_rounds
     prepared = prepare_run(experiment, device=device, engine="auto", on_event=on_event)
-    earlier = parent.header.get(JOINED, [])
     joined = [load_newcomer(parent, Path(entry["path"]), entry["silo"]) for entry in earlier]
     expected = [parent.header["fingerprint"], *(entry["fingerprint"] for entry in earlier)]
     if [fingerprint_silos(prepared.silos), *(fingerprint_silos([s]) for s in joined)] != expected:
