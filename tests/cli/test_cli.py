@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK
 from rich.console import Console
 
 from uefl import UEFL, FedAvg, LocalTraining
 from uefl.algorithms import METHODS
 from uefl.cli.list import METHOD_VARIANTS, describe_settings, print_topic
+from uefl.cli.main import app
 from uefl.core.errors import InputError
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, add_fedavg_no_layer_norm
 from uefl.experiment.parsing import parse_experiments
@@ -141,6 +143,14 @@ def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
     answer = uefl("show", str(summary.parent))
     assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
     assert f"{summary} is damaged" in answer.stderr
+
+
+def test_help_explains_every_argument() -> None:
+    commands = typer.main.get_command(app)
+    for name, command in commands.commands.items():
+        for found in getattr(command, "commands", {name: command}).values():
+            arguments = [p for p in found.params if p.param_type_name == "argument"]
+            assert all(argument.help for argument in arguments), found.name
 
 
 def test_help_and_list_name_every_command_method_and_encoder() -> None:

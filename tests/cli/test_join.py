@@ -4,19 +4,21 @@ import csv
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from harness import call_cli, call_with_mistake, have_equal_bits, list_photo_names, write_photos
 
+from uefl.core.errors import InputError
 from uefl.data.readers.heart import HEART_FILE
-from uefl.experiment.join_folder import join_run, load_newcomer, open_parent
+from uefl.experiment.join_folder import join_run, load_newcomer, name_newcomer, open_parent
 from uefl.experiment.joining import JoinSettings
 from uefl.experiment.loading import load, open_models
 from uefl.experiment.run_folder import RunFolder
 
-SETTINGS = ["rounds=3", "iterations=1", "epochs=1", "mc_samples=3", "warmup_rounds=1"]
+SETTINGS = ["rounds=3", "iterations=1", "epochs=1", "mc_samples=3", "warmup_rounds=1", "calibration_fraction=0.2"]
 COLUMNS = ["label=num", "positive=above:0", "silo=dataset", "ignore=id", "numeric=age,trestbps,chol,thalch,oldpeak,ca"]
 
 
@@ -113,6 +115,48 @@ def test_further_rounds_with_all_silos_continue_the_run(joined, hospitals) -> No
     assert not have_equal_bits(one, {n: other[n] for n in one})
 
 
+def test_the_newcomer_has_a_calibration_part_and_the_others_stay_calibrated(hospitals, tmp_path) -> None:
+    run, table = hospitals
+    parent = shutil.copytree(run, tmp_path / run.name)
+    assert call_cli("calibrate", str(parent), "risk=0").code == 0
+    answer = call_cli("join", str(parent), str(table), "epochs=1")
+    assert "47 calibration examples" in answer.stdout
+    assert "hungary is not calibrated yet; the calibration of the other silos still holds" in answer.stdout
+    folder = find_folder(answer.stdout)
+    before, after = open_models(parent), open_models(folder)
+    for name in before.description.silo_names:
+        assert after.description.silos[name] == before.description.silos[name]
+        assert before.description.silos[name].thresholds
+    assert after.description.silos["hungary"].thresholds is None
+    assert "add --replace" in call_with_mistake("calibrate", str(folder), "risk=0", "coverage=0.8")
+    assert call_cli("calibrate", str(folder), "risk=0").code == 0
+    assert load(folder, silo="hungary").is_calibrated
+
+
+def test_all_silos_that_train_further_have_their_calibration_part(hospitals, tmp_path) -> None:
+    run, table = map(str, hospitals)
+    answer = call_cli("join", run, table, "name=[/b]", "others=train", "rounds=1", "--out", str(tmp_path))
+    assert answer.code == 0, answer  # the name is no markup of the terminal
+    folder = find_folder(answer.stdout)
+    assert set(open_models(folder).held_out) == {"Cleveland", "Switzerland", "VA Long Beach", "[/b]"}
+    assert "[/b] joined" in call_cli("show", str(folder)).stdout
+    assert "[/b]" in call_cli("calibrate", str(folder), "risk=0").stdout
+
+
+def test_further_rounds_never_drop_a_classifier_of_a_silo_s_own(hospitals, tmp_path) -> None:
+    run, table = map(str, hospitals)
+    folder = find_folder(call_cli("join", run, table, "head=own", "epochs=0", "--out", str(tmp_path)).stdout)
+    line = call_with_mistake("join", str(folder), table, "name=again", "others=train")
+    assert "hungary joined with a classifier" in line
+
+
+def test_a_folder_gives_its_whole_name_and_a_file_its_name_without_ending(tmp_path) -> None:
+    (tmp_path / "site.v2").mkdir()
+    (tmp_path / "east.csv").touch()
+    names = [name_newcomer(tmp_path / path, JoinSettings()).name for path in ("site.v2", "east.csv")]
+    assert names == ["site.v2", "east"]
+
+
 def test_changed_data_of_the_others_are_noticed(hospitals, tmp_path) -> None:
     run, table = hospitals
     three = run.parent.parent / "three.csv"
@@ -146,6 +190,9 @@ def test_mistakes_are_one_line(hospitals, tmp_path) -> None:
     assert "unknown field 'epoch'" in call_with_mistake("join", run, table, "epoch=3")
     assert "Cleveland is in this run already" in call_with_mistake("join", run, table, "name=Cleveland")
     assert "not a run folder" in call_with_mistake("join", str(tmp_path), table)
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+    (damaged / "records.jsonl").write_text("")
+    assert "is damaged" in call_with_mistake("join", str(damaged), table, "epochs=1")
 
 
 def test_stopped_rounds_resume_to_the_same_bits(hospitals, tmp_path) -> None:
@@ -159,6 +206,12 @@ def test_stopped_rounds_resume_to_the_same_bits(hospitals, tmp_path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         join_run(parent, silo, table, settings, tmp_path / "stopped", on_event=stop_after_a_round)
+    (header_path,) = (tmp_path / "stopped").glob("*/run.json")
+    header = header_path.read_text()
+    header_path.write_text(json.dumps({**json.loads(header), "threads": 99}))
+    with pytest.raises(InputError, match="was started with threads 99"):
+        join_run(parent, silo, table, settings, tmp_path / "stopped")
+    header_path.write_text(header)
     folders = [join_run(parent, silo, table, settings, tmp_path / name)[0] for name in ("stopped", "whole")]
     one, other = (open_models(folder) for folder in folders)
     assert have_equal_bits(one.model_state, other.model_state)

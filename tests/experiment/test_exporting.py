@@ -34,6 +34,10 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (9, *IMAGE_SHAPE), dtype=np.u
 TEMPERATURE = 2.0
 
 
+def make_thresholds(i: int) -> dict[str, float]:
+    return {"set_threshold": 0.125 + i, "answer_threshold": 0.5}
+
+
 @pytest.fixture(scope="module")
 def models() -> SiloModels:
     """Two silos with codewords and label priors of their own, and calibrated values."""
@@ -41,7 +45,7 @@ def models() -> SiloModels:
     silos = make_striped_silos()[:3]
     trained = uefl.train(method, silos, make_encoder(), num_classes=NUM_CLASSES, hidden_size=16).models
     facts = {
-        name: replace(facts, temperature=TEMPERATURE, thresholds={"set_threshold": 0.125 + i})
+        name: replace(facts, temperature=TEMPERATURE, thresholds=make_thresholds(i))
         for i, (name, facts) in enumerate(trained.description.silos.items())
     }
     return replace(trained, description=replace(trained.description, silos=facts))
@@ -82,8 +86,10 @@ def contains_row(tensors: list[Any], row: torch.Tensor) -> bool:
 
 
 def test_onnxruntime_gives_the_probabilities_of_predict_for_any_batch(models, onnx_file) -> None:
-    p = models.build("bob").predict(PIXELS).probabilities ** (1 / TEMPERATURE)
-    expected = p / p.sum(-1, keepdims=True)
+    model = models.build("bob")
+    p = model.predict_batch(model.input_format.convert(torch.from_numpy(PIXELS)), 0, is_calibrated=False).probabilities
+    expected = p ** (1 / TEMPERATURE) / (p ** (1 / TEMPERATURE)).sum(-1, keepdims=True)
+    np.testing.assert_allclose(model.predict(PIXELS).probabilities, expected, atol=1e-5)
     for count in (1, 4, 9):
         logits, probabilities, entropy, information = run_onnx(onnx_file, PIXELS[:count])
         np.testing.assert_allclose(probabilities, expected[:count], atol=1e-5)
@@ -133,7 +139,7 @@ def test_metadata_name_this_silo_and_no_other(models, onnx_file, program_file) -
     assert json.loads(metadata["uefl.classes"]) == list(models.description.class_names)
     assert json.loads(metadata["uefl.input_shape"]) == list(IMAGE_SHAPE)
     assert json.loads(metadata["uefl.temperature"]) == TEMPERATURE
-    assert json.loads(metadata["uefl.thresholds"]) == {"set_threshold": 1.125}  # bob's, not that of ada or cyd
+    assert json.loads(metadata["uefl.thresholds"]) == make_thresholds(1)  # bob's, not that of ada or cyd
     for data in (onnx_file.read_bytes(), contents):
         assert not re.search(rb"\b(ada|cyd)\b", data)
         assert str(Path(uefl.__file__).parent).encode() not in data, "a path of this machine"
@@ -174,6 +180,9 @@ def test_mistakes_are_one_line(models, tmp_path, monkeypatch) -> None:
         export_model(models, "bob", tmp_path / "bob.pb")
     with pytest.raises(InputError, match=r"old\.onnx exists"):
         export_model(models, "bob", tmp_path / "old.onnx")
+    for suffix in (".onnx", ".pt2"):
+        with pytest.raises(InputError, match="nowhere is not a folder"):
+            export_model(models, "bob", tmp_path / f"nowhere/bob{suffix}")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(InputError, match="extra `onnx`"):
         export_model(models, "bob", tmp_path / "bob.onnx")

@@ -1,9 +1,11 @@
 """The sentences about a silo that joins follow from the run's threshold and from what happened."""
 
+import io
 from dataclasses import replace
 
 import pytest
 from harness import NUM_CLASSES, SMALL_CODEBOOK, make_encoder, make_method, make_striped_silo, make_striped_silos
+from rich.console import Console
 
 import uefl
 from uefl.experiment.join_report import (
@@ -13,6 +15,7 @@ from uefl.experiment.join_report import (
     describe_rate,
     describe_uncertainty,
     is_uncertain,
+    make_join_table,
 )
 from uefl.experiment.silo_models import SiloModels
 
@@ -57,6 +60,22 @@ def test_the_standard_errors_are_those_from_the_least_uncertain_silo(models) -> 
     assert "by 10.6 standard errors" in text  # 0.3 / sqrt(0.0004 + 0.0004)
 
 
+def test_few_validation_examples_are_named_as_few(models) -> None:
+    one = {"validation": {"entropy": 0.7, "entropy_variance": 0.0, "num_examples": 1.0}}
+    assert "on 1 validation example, too few to judge by" in describe_uncertainty(models, "bea", one)
+    assert "too few" not in describe_uncertainty(models, "bea", make_evaluation(0.7))
+
+
+def test_the_table_fits_80_columns() -> None:
+    metrics = {"accuracy": 0.5, "nll": 1.0, "entropy": 0.5}
+    columns = ("shared model", "own parts, untrained", "own parts, trained")
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(make_join_table(dict.fromkeys(columns, metrics)))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 8, "a label is wrapped"
+    assert all(name in lines[2] for name in columns)
+
+
 def test_what_is_not_known_is_said(models) -> None:
     assert "no validation examples" in describe_uncertainty(models, "bea", {})
     assert not is_uncertain(models, "bea", {})
@@ -66,7 +85,8 @@ def test_what_is_not_known_is_said(models) -> None:
 
 def test_too_few_examples_for_codewords_are_named(models) -> None:
     result = uefl.join(models, NEWCOMER, epochs=0)
-    assert "24 training examples are fewer than min_examples=30" in describe_missing_codewords(models, result, 24)
+    line = describe_missing_codewords(models, result, 24)
+    assert "min_examples=30 training examples (or groups), and the silo has 24 examples" in line
     assert describe_own_parts(models, result) == "own parts of bea: none"
     assert describe_rate(result) == "no training"
 

@@ -92,6 +92,7 @@ def test_the_silo_s_own_copy_predicts_and_has_only_shared_codewords_and_its_own(
     (copy,) = (folder / "east/state").rglob("model.safetensors")
     models, shared = open_models(copy), open_models(run)
     assert models.description.owner == "east"
+    assert list(models.held_out) == ["east"], "the silo can be calibrated at its site"
     assert sum(models.description.silos["east"].label_counts) == models.description.silos["east"].num_examples
     (name,) = [n for n in shared.model_state if n.endswith("codewords")]
     num_shared = int(shared.access.all(0).sum())

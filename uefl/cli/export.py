@@ -63,4 +63,5 @@ def export(
     )
     if "masks" in result.metadata["uefl.uncertainty"]:
         typer.echo(f"entropy differs by {result.check.entropy:.1e} on average: predict draws other masks")
-    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB): the model of {f'silo {silo}' if silo else 'all silos'}")
+    owner = f"silo {name}" if (name := result.metadata["uefl.silo"]) else "all silos"
+    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB): the model of {owner}")

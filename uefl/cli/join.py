@@ -66,6 +66,7 @@ def join(
     import torch
     from rich.console import Console
 
+    from uefl.core.federation import list_parts
     from uefl.engines.choosing import check_device
     from uefl.experiment.join_folder import join_run, load_newcomer, name_newcomer, open_parent
     from uefl.experiment.joining import JoinSettings, check_newcomer
@@ -76,7 +77,7 @@ def join(
     chosen = name_newcomer(path, override_settings(JoinSettings(), settings or []))
     parent, console = open_parent(run), Console()
     silo = check_newcomer(parent.models, load_newcomer(parent, path, chosen.name))
-    sizes = ", ".join(f"{len(silo.examples(split).y)} {split}" for split in ("train", "validation", "test"))
+    sizes = ", ".join(f"{len(examples.y)} {part}" for part, examples in list_parts(silo).items())
     console.print(f"{silo.name}: {sizes} examples; joins {run}", soft_wrap=True, markup=False, highlight=False)
     out = out or run.resolve().parent
     if chosen.others == "train":
@@ -128,13 +129,13 @@ def _report(
     from uefl.experiment.join_folder import read_evaluations
     from uefl.experiment.join_report import (
         describe_last_decision,
+        describe_missing_calibration,
         describe_missing_codewords,
         describe_own_parts,
         describe_rate,
         describe_uncertainty,
         make_join_table,
     )
-    from uefl.experiment.records import read_records
     from uefl.experiment.report import print_runs
 
     if result is None:
@@ -144,10 +145,11 @@ def _report(
         test = codebook.uncertainty_test if codebook else ""
         lines = [
             describe_uncertainty(models, result.silo_name, result.shared),
-            describe_last_decision(read_records(parent.folder.records_path), test),
+            describe_last_decision(parent.folder.read_records(), test),
             describe_own_parts(models, result),
             describe_missing_codewords(models, result, num_train),
             describe_rate(result) if settings.others == "fixed" else "",
+            describe_missing_calibration(models, result.silo_name, settings.others),
         ]
     for line in filter(None, lines):
         console.print(line, soft_wrap=True, markup=False, highlight=False)

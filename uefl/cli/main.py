@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from uefl import __version__, cli
+from uefl.cli.argument_help import keep_argument_help
 from uefl.core.errors import InputError, ResumableError
 
 INTERRUPTED = 130  # exit code after Ctrl-C
@@ -68,6 +69,7 @@ def register_commands() -> None:
                 module.register(app)
 
 
+keep_argument_help()
 register_commands()
 
 

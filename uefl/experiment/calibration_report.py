@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rich.markup import escape
 from rich.table import Table
 
 from uefl.core.abstention import ALL_ANSWERS, DELTA, NO_ANSWER
@@ -20,7 +21,7 @@ def make_calibration_table(calibrations: Mapping[str, SiloCalibration]) -> Table
         table.add_column(heading, justify="right")
     for name, found in calibrations.items():
         table.add_row(
-            name,
+            escape(name),
             str(found.num_examples),
             f"{found.temperature:.2f}",
             "all" if found.set_threshold == ALL_CLASSES else f"{1 - found.set_threshold:.3g}",

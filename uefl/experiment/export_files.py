@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import warnings
@@ -18,7 +19,7 @@ from uefl.core.errors import InputError
 from uefl.core.noise import derive_key, random_bits
 from uefl.experiment.exporting import OUTPUTS, ExportedNetwork, ExportInput, describe_export, describe_input
 from uefl.experiment.files import make_temporary_path, replace_file
-from uefl.experiment.silo_models import SiloFacts, SiloModels
+from uefl.experiment.silo_models import SiloModels
 from uefl.experiment.trained_model import TrainedModel
 
 SUFFIXES = (".onnx", ".pt2")
@@ -53,10 +54,12 @@ def export_model(
         raise InputError(f"{path} must end in {' or '.join(SUFFIXES)}")
     if path.exists():
         raise InputError(f"{path} exists; choose another file")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: {path.parent} is not a folder")
     require_packages(path.suffix)
     silo_name = silo_name or models.description.owner
     model = models.build(silo_name)
-    network = ExportedNetwork(model, models.description.silos.get(silo_name, SiloFacts()), mc_samples)
+    network = ExportedNetwork(model, mc_samples)
     exported_input, metadata = describe_input(model), describe_export(models, network, silo_name, run_name)
     write, open_file = (write_onnx, open_onnx) if path.suffix == ".onnx" else (write_program, open_program)
     temporary = make_temporary_path(path).with_suffix(path.suffix)
@@ -152,7 +155,9 @@ def write_program(network: ExportedNetwork, exported_input: ExportInput, metadat
     for module in program.graph_module.modules():
         for node in getattr(module, "graph", torch.fx.Graph()).nodes:
             node.meta.pop("stack_trace", None)  # lines of source code, with the paths of this machine
-    torch.export.save(program, path, extra_files={METADATA_FILE: json.dumps(metadata, sort_keys=True)})
+    content = io.BytesIO()  # PyTorch's own errors of writing a file have no common type
+    torch.export.save(program, content, extra_files={METADATA_FILE: json.dumps(metadata, sort_keys=True)})
+    path.write_bytes(content.getvalue())
 
 
 def open_program(path: Path) -> Run:
@@ -198,10 +203,9 @@ def check_file(run: Run, network: ExportedNetwork, model: TrainedModel, exported
             expected = [output.numpy() for output in network(x)]
         outputs = run(x)
         predictions = model.predict(network.table.encode(x) if network.table else x, mc_samples=network.num_samples)
-        probabilities = _scale(predictions.probabilities, network, model)
         differences.append(
             ExportCheck(
-                float(np.abs(outputs[1] - probabilities).max()),
+                float(np.abs(outputs[1] - predictions.probabilities).max()),
                 max(float(np.abs(a - b).max()) for a, b in zip(outputs, expected)),
                 float(np.abs(outputs[2] - predictions.uncertainty.entropy).mean()),
             )
@@ -213,11 +217,3 @@ def check_file(run: Run, network: ExportedNetwork, model: TrainedModel, exported
             f"graph by {check.outputs:.2g}; at most {MAX_DIFFERENCE:g} is allowed, so no file was written"
         )
     return check
-
-
-def _scale(p: np.ndarray[Any, Any], network: ExportedNetwork, model: TrainedModel) -> np.ndarray[Any, Any]:
-    """Return probabilities at the silo's temperature, unless `predict` has scaled them already."""
-    if model.is_calibrated or network.temperature == 1.0:
-        return p
-    scaled = np.maximum(p, np.finfo(np.float32).tiny) ** (1 / network.temperature)
-    return np.asarray(scaled / scaled.sum(-1, keepdims=True))

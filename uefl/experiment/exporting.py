@@ -45,13 +45,13 @@ class ExportedNetwork(nn.Module):
     pixel_mean: Tensor
     pixel_std: Tensor
 
-    def __init__(self, model: TrainedModel, facts: SiloFacts, mc_samples: int | None = None) -> None:
+    def __init__(self, model: TrainedModel, mc_samples: int | None = None) -> None:
         super().__init__()
         net = copy.deepcopy(model.net).to("cpu", memory_format=torch.contiguous_format).eval()
         check_exportable(net, model.method_name)
         self.net, self.input_format = net, model.input_format
         self.kind, self.num_samples = choose_uncertainty(net, mc_samples or model.method.mc_samples)
-        self.temperature = facts.temperature or 1.0
+        self.temperature = model.temperature if model.is_calibrated and model.temperature else 1.0
         self.register_buffer("log_prior", model.log_prior.cpu())
         self.table = TableFormat.from_json(model.input_format.table) if model.input_format.table else None
         mean, std = (

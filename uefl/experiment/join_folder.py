@@ -19,6 +19,7 @@ from uefl.data.config import DataConfig
 from uefl.data.own_silo import adapt_to_own_table, align_labels, declare_columns, make_own_silo, scale_table
 from uefl.data.table_format import TableFormat
 from uefl.engines import ENGINES
+from uefl.experiment.calibration import read_calibrations, write_calibrations
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
 from uefl.experiment.experiment import RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_write_errors, write_text
@@ -26,10 +27,12 @@ from uefl.experiment.held_out import save_held_out
 from uefl.experiment.join_report import is_uncertain
 from uefl.experiment.joining import JoinResult, JoinSettings, OnProgress, OwnParts, extend_access, join_silo
 from uefl.experiment.loading import open_models
-from uefl.experiment.records import Record, read_records, summarize_records
+from uefl.experiment.records import Record, summarize_records
 from uefl.experiment.run import (
     Listener,
     PreparedRun,
+    check_environment,
+    describe_environment,
     make_engine_listeners,
     make_engine_settings,
     prepare_run,
@@ -65,6 +68,7 @@ def open_parent(path: Path) -> Parent:
     header = folder.read_header()
     if not folder.is_finished:
         raise InputError(f"{path} is unfinished; run the original command again, then join")
+    folder.read_records()  # damage is noticed here, before any training
     return Parent(folder, header, open_models(path))
 
 
@@ -105,7 +109,8 @@ def _describe_own_table(config: DataConfig, path: Path, table: TableFormat) -> D
 
 def name_newcomer(path: Path, settings: JoinSettings) -> JoinSettings:
     """Return the settings with a name: that of the folder or file, without one."""
-    return settings if settings.name else replace(settings, name=path.resolve().stem)
+    path = path.resolve()
+    return settings if settings.name else replace(settings, name=path.name if path.is_dir() else path.stem)
 
 
 def join_run(
@@ -178,9 +183,9 @@ def write_joined(
     if models.held_out:
         save_held_out(folder.held_out_path, models.held_out)
     models.save(folder.model_path)
-    run_records = _add_to_last_record(
-        read_records(parent.folder.records_path), silo_name, evaluation, models.access.shape[1]
-    )
+    if calibrations := read_calibrations(parent.folder.calibration_path, parent.models):
+        write_calibrations(folder.calibration_path, models, calibrations)  # the models of the other silos are as before
+    run_records = _add_to_last_record(parent.folder.read_records(), silo_name, evaluation, models.access.shape[1])
     write_text(folder.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in run_records))
     from uefl.experiment.figures import plot_curves  # matplotlib is slow to import
 
@@ -215,10 +220,12 @@ def train_all(
         raise InputError("others=train trains what the method trains; head=own and batch_norm=own need others=fixed")
     prepared = _prepare_others(parent, silo, settings, device, on_event)
     result = join_silo(parent.models, silo, replace(settings, epochs=0), device=device)
-    if not folder.has_header:
+    if folder.has_header:
+        check_environment(folder, prepared.context)
+    else:
         server, client_states = load_checkpoint(parent.folder.server_path, "cpu")
         server, client_states = add_to_server(server, client_states, silo.name, result.own)
-        parent_records = read_records(parent.folder.records_path)
+        parent_records = parent.folder.read_records()
         write_text(folder.records_path, "".join(json.dumps(r, sort_keys=True) + "\n" for r in parent_records))
         save_checkpoint(folder.checkpoint_path, server, client_states)
         folder.write_header(make_header(parent, make_entry(silo, path, settings, result), silo.domain, prepared))
@@ -237,10 +244,15 @@ def _prepare_others(parent: Parent, silo: Silo, settings: JoinSettings, device: 
         raise InputError("others=train needs the data of all silos, which stay at the silos of a run over Flower")
     if not parent.folder.server_path.exists():
         raise InputError(f"others=train needs {parent.folder.server_path}, which is missing")
+    earlier = parent.header.get(JOINED, [])
+    if lost := [e["silo"] for e in earlier if "own" in (e["settings"]["head"], e["settings"]["batch_norm"])]:
+        raise InputError(
+            f"others=train: {lost[0]} joined with a classifier or batch norm of its own, which further rounds would "
+            f"drop; use others=fixed, or continue the run before {lost[0]} joined"
+        )
     experiment = parent.experiment
     total = experiment.method.total_rounds
     prepared = prepare_run(experiment, device=device, engine="auto", on_event=on_event)
-    earlier = parent.header.get(JOINED, [])
     joined = [load_newcomer(parent, Path(entry["path"]), entry["silo"]) for entry in earlier]
     expected = [parent.header["fingerprint"], *(entry["fingerprint"] for entry in earlier)]
     if [fingerprint_silos(prepared.silos), *(fingerprint_silos([s]) for s in joined)] != expected:
@@ -252,9 +264,9 @@ def _prepare_others(parent: Parent, silo: Silo, settings: JoinSettings, device: 
     method = replace(experiment.method, rounds=total + settings.rounds, iterations=1, extra_rounds=0)
     num_classes = len(prepared.context.class_names)
     context = prepared.context._replace(
+        silos=tuple(silos),
         domains={s.name: s.domain for s in silos},
         label_counts={s.name: count_labels(s.train.y, num_classes) for s in silos},
-        silos=(*prepared.context.silos, *joined, silo),
     )
     return prepared._replace(
         experiment=replace(prepared.experiment, method=method), context=context, silos=list(method.prepare_silos(silos))
@@ -320,10 +332,7 @@ def make_header(
     }
     if prepared is not None:
         changes |= {
-            "engine": prepared.context.engine,
-            "device": prepared.context.device,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            **describe_environment(prepared.context),
             "experiment": prepared.experiment.to_config(),
             "total_rounds": prepared.experiment.method.total_rounds,
         }

@@ -11,11 +11,11 @@ from rich.table import Table
 from uefl.algorithms.fedavg import BATCH_NORM_STATISTICS
 from uefl.algorithms.own_parts import GATE_SUFFIX
 from uefl.core.federation import is_codeword_tensor
-from uefl.experiment.joining import Evaluation, JoinResult
+from uefl.experiment.joining import MIN_CHOICE_EXAMPLES, Evaluation, JoinResult
 from uefl.experiment.records import Record
 from uefl.experiment.silo_models import SiloModels
 
-ROWS = (("accuracy", "accuracy", 3), ("nll", "NLL", 3), ("entropy", "predictive entropy (nats)", 3))
+ROWS = (("accuracy", "accuracy", 3), ("nll", "NLL", 3), ("entropy", "entropy, nats", 3))
 
 
 def is_uncertain(models: SiloModels, silo_name: str, shared: Evaluation) -> bool:
@@ -32,9 +32,9 @@ def describe_uncertainty(models: SiloModels, silo_name: str, shared: Evaluation)
     if metrics is None:
         return f"{silo_name} has no validation examples, so its uncertainty cannot be compared with the other silos"
     entropy, count = metrics["entropy"], metrics["num_examples"]
-    found = (
-        f"{silo_name}: predictive entropy {entropy:.2f} nats with the shared model, on {count:g} validation examples"
-    )
+    examples = f"{count:g} validation example{'' if count == 1 else 's'}"
+    few = ", too few to judge by" if count < MIN_CHOICE_EXAMPLES else ""
+    found = f"{silo_name}: predictive entropy {entropy:.2f} nats with the shared model, on {examples}{few}"
     if not others:
         return f"{found}; the run has no entropies of its silos to compare it with"
     entropies = {name: m["entropy"] for name, m in others.items()}
@@ -87,8 +87,8 @@ def describe_missing_codewords(models: SiloModels, result: JoinResult, num_examp
     if codebook is None or result.num_codewords or not any(map(is_codeword_tensor, result.own_names)):
         return ""
     return (
-        f"{result.silo_name} gets no codewords of its own: its {num_examples} training examples are fewer than "
-        f"min_examples={codebook.min_examples}, or than one such group; it uses the shared ones"
+        f"{result.silo_name} gets no codewords of its own and uses the shared ones: a codeword needs "
+        f"min_examples={codebook.min_examples} training examples (or groups), and the silo has {num_examples} examples"
     )
 
 
@@ -101,6 +101,15 @@ def describe_rate(result: JoinResult) -> str:
     listed = ", ".join(f"{rate:g}: {nll:.3f}" for rate, nll in result.validation_nll.items())
     chosen = f"learning rate {result.lr:g}" if result.lr else "no training (0)"
     return f"{chosen}, by validation NLL ({listed})"
+
+
+def describe_missing_calibration(models: SiloModels, silo_name: str, others: str) -> str:
+    """Say which models of the new run lack a calibration although the run before has one."""
+    if not models.is_calibrated:
+        return ""
+    if others == "fixed":
+        return f"{silo_name} is not calibrated yet; the calibration of the other silos still holds"
+    return "the new models are not calibrated yet; the calibration of the run before does not hold for them"
 
 
 def make_join_table(evaluations: Mapping[str, Evaluation]) -> Table:

@@ -22,7 +22,7 @@ class ProgressDisplay:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.progress = Progress(
-            TextColumn("{task.fields[run]}"),
+            TextColumn("{task.fields[run]}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}", markup=False),
@@ -76,7 +76,7 @@ class ProgressDisplay:
             "first_round": round_number,
         }
         if round_number:
-            self.console.print(f"{run}: resumed after round {round_number} of {total_rounds}")
+            self.console.print(f"{run}: resumed after round {round_number} of {total_rounds}", markup=False)
         self.progress.update(self.tasks[run], total=total_rounds, completed=round_number)
 
     def _on_plan(self, run: str, event: Event) -> None:
@@ -86,6 +86,7 @@ class ProgressDisplay:
             f"{run}: {event['num_images']} examples, {event['num_silos']} silos, {event['num_parameters']} parameters, "
             f"{codebook}{event['num_rounds']} rounds; estimated time: {describe_seconds(event['seconds'])}",
             soft_wrap=True,
+            markup=False,
         )
 
     def _on_warning(self, run: str, event: Event) -> None:
@@ -97,7 +98,9 @@ class ProgressDisplay:
         self.console.print(f"{run}: warning: {event['message']}", style="yellow", soft_wrap=True, markup=False)
 
     def _on_finished(self, run: str, event: Event) -> None:
-        self.console.print(f"{run}: already finished (engine {event['engine']}), in {event['folder']}", soft_wrap=True)
+        self.console.print(
+            f"{run}: already finished (engine {event['engine']}), in {event['folder']}", soft_wrap=True, markup=False
+        )
         self.progress.update(self.tasks[run], total=1, completed=1, status="already finished")
 
     def _on_silo(self, run: str, event: Event) -> None:
@@ -115,6 +118,7 @@ class ProgressDisplay:
                 f"{run}: round {event['round']}/{total} trained in {describe_seconds(event['seconds'])}; "
                 "its metrics follow with the next round",
                 soft_wrap=True,
+                markup=False,
             )
 
     def _on_round(self, run: str, event: Event) -> None:
@@ -129,7 +133,9 @@ class ProgressDisplay:
         state |= {"iteration": record["iteration"], "round": round_number}
         if "initial_codewords" in record:
             count = record["initial_codewords"]
-            self.console.print(f"{run}: after round {round_number}, an initial codebook of {count} codewords")
+            self.console.print(
+                f"{run}: after round {round_number}, an initial codebook of {count} codewords", markup=False
+            )
         if revocation := summarize_revocation(record):
             self.console.print(f"{run}: {describe_revocation(revocation)}", soft_wrap=True, markup=False)
         if record.get("has_decision"):
@@ -145,6 +151,7 @@ class ProgressDisplay:
                 f"{run}: iteration {record['iteration'] + 1}, round {round_number}/{state['total_rounds']}  "
                 f"{state['metrics_text'] if is_evaluated(record) else 'not evaluated'}{self._format_time_left(run)}",
                 soft_wrap=True,
+                markup=False,
             )
         self._refresh(run)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -43,7 +44,7 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     local = {name: RunFolder(path).read_header()["experiment"]["method"]["local"] for name, path in runs.items()}
     lines = describe_joins(runs) + describe_extensions(runs) + describe_lost_rounds(runs) + describe_chance_level(runs)
     for line in lines + describe_local_differences(local):
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=True, markup=False)
     summaries = _read_summaries(runs)
     rounds = describe_rounds(len(summary["round"]) for summary in summaries)
     console.print(f"Test examples, {rounds}", style="italic")
@@ -90,7 +91,7 @@ def describe_local_differences(local: Mapping[str, Mapping[str, Any]]) -> list[s
 def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
     """Make a table of runs side by side: per silo, per domain, and means over all silos."""
     summaries = _read_summaries(runs, aggregation)
-    table = Table(title=next(iter(runs)) if len(runs) == 1 else None, title_justify="left")
+    table = Table(title=escape(next(iter(runs))) if len(runs) == 1 else None, title_justify="left")
     table.add_column("")
     for name, summary in zip(runs, summaries):
         for column in _list_columns(summary):
@@ -98,7 +99,9 @@ def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_A
     for domain in summaries[0]["domains"]:
         members = [name for name, silo in summaries[0]["silos"].items() if silo["domain"] == domain]
         for silo_name in members if members != [domain] else []:  # a silo that is its own domain has one row
-            table.add_row(silo_name, *_format_cells([s["silos"].get(silo_name, {}) for s in summaries], summaries))
+            table.add_row(
+                escape(silo_name), *_format_cells([s["silos"].get(silo_name, {}) for s in summaries], summaries)
+            )
         rows = [summary["domains"].get(domain, {}) for summary in summaries]
         table.add_row(*_make_bold(domain, *_format_cells(rows, summaries)), end_section=True)
     has_codebook = any(map(has_codewords, summaries))
@@ -115,7 +118,7 @@ def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_A
 
 def _make_heading(name: str, heading: str, runs: Mapping[str, Path]) -> str:
     """Return the heading of a run's column; the title of the table names a single run."""
-    return heading if len(runs) == 1 else f"{name}\n{heading}"
+    return heading if len(runs) == 1 else f"{escape(name)}\n{heading}"
 
 
 def group_runs_by_width(
@@ -154,14 +157,14 @@ def _mean_over_silos(summary: Summary) -> dict[str, float]:
 def make_interval_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGREGATION) -> Table:
     """Make a table of the intervals of the metrics of two classes: per silo, worst silo, all test examples together."""
     summaries = _read_summaries(runs, aggregation)
-    title = "95 % intervals" if len(runs) > 1 else f"95 % intervals, {next(iter(runs))}"
+    title = "95 % intervals" if len(runs) > 1 else f"95 % intervals, {escape(next(iter(runs)))}"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     columns = [(name, summary, m) for name, summary in zip(runs, summaries) for m in TWO_CLASS_METRICS]
     for name, _, metric in columns:
         table.add_column(_make_heading(name, metric.column, runs), justify="right", no_wrap=True)
     for silo in summaries[0]["silos"]:
-        table.add_row(silo, *(format_interval(s["silos"].get(silo, {}), m.name) for _, s, m in columns))
+        table.add_row(escape(silo), *(format_interval(s["silos"].get(silo, {}), m.name) for _, s, m in columns))
     table.add_row("worst silo", *(format_interval(_find_worst_row(s, m), m.name) for _, s, m in columns))
     table.add_section()
     pooled = [format_interval(s.get("all_silos", {}), m.name) for _, s, m in columns]
@@ -177,7 +180,7 @@ def make_quality_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGGR
         table.add_column(metric.column, justify="right", no_wrap=True)
     for name, summary in zip(runs, _read_summaries(runs, aggregation)):
         means = {metric.name: summary[metric.label] for metric in QUALITY_METRICS if metric.label in summary}
-        table.add_row(f"{name}, mean over silos", *_format_quality(means))
+        table.add_row(f"{escape(name)}, mean over silos", *_format_quality(means))
         table.add_row("all silos together", *_format_quality(summary.get("all_silos", {})), end_section=True)
     return table
 
@@ -234,7 +237,7 @@ def _format_cells(rows: Sequence[Mapping[str, float]], summaries: Sequence[Summa
 
 
 def _make_bold(*cells: str) -> list[str]:
-    return [f"[bold]{cell}[/bold]" for cell in cells]
+    return [f"[bold]{escape(cell)}[/bold]" for cell in cells]
 
 
 def describe_joins(runs: Mapping[str, Path]) -> list[str]:

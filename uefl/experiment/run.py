@@ -42,7 +42,6 @@ from uefl.experiment.silo_models import Description, SiloModels, collect_facts, 
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-FIXED_HEADER_FIELDS = ("engine", "device", "threads", "torch", RESULTS_VERSION_KEY)  # must be equal when resumed
 
 
 class Engine(Clients, Protocol):
@@ -303,26 +302,12 @@ def _recover_summary(folder: RunFolder) -> bool:
 
 def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext) -> None:
     """Write settings, versions and data of a new run; for a resumed run, check that nothing fixed has changed."""
-    device = context.device
-    fixed: dict[str, Any] = {
-        "engine": context.engine,
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        RESULTS_VERSION_KEY: RESULTS_VERSION,
-    }
     if folder.has_header:
-        header = folder.read_header()
-        for name in FIXED_HEADER_FIELDS:
-            if header[name] != fixed[name]:
-                raise InputError(
-                    f"{folder.path} was started with {name} {header[name]}, but {name} is now {fixed[name]}; "
-                    "resume it as it was started, or choose another folder with --out"
-                )
+        check_environment(folder, context)
         return
     folder.write_header(
         {
-            **fixed,
+            **describe_environment(context),
             "uefl": __version__,
             "python": platform.python_version(),
             "fingerprint": context.fingerprint,
@@ -337,6 +322,29 @@ def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
     )
+
+
+def describe_environment(context: RunContext) -> dict[str, Any]:
+    """Return what a header stores about where a run is computed, all of which must be equal when it is resumed."""
+    device = context.device
+    return {
+        "engine": context.engine,
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        RESULTS_VERSION_KEY: RESULTS_VERSION,
+    }
+
+
+def check_environment(folder: RunFolder, context: RunContext) -> None:
+    """Raise an `InputError` if a run would be resumed otherwise than it was started."""
+    header = folder.read_header()
+    for name, value in describe_environment(context).items():
+        if header[name] != value:
+            raise InputError(
+                f"{folder.path} was started with {name} {header[name]}, but {name} is now {value}; "
+                "resume it as it was started, or choose another folder with --out"
+            )
 
 
 def write_results(
