@@ -88,6 +88,8 @@ def choose_versions(run_records: Sequence[RunRecord]) -> list[RunRecord]:
     It is the version with most runs and, of equal ones, the newest: a table never mixes two versions, and says which it
     has. The notes name what has changed since.
     """
+    if all("version_when_run" in record for record in run_records):
+        return list(run_records)  # they are chosen already
     chosen: list[RunRecord] = []
     for name in dict.fromkeys(record["setup"] for record in run_records):
         own = [record for record in run_records if record["setup"] == name]
@@ -110,7 +112,7 @@ def find_runs(name: str, method: str, run_records: Sequence[RunRecord]) -> dict[
     if lr is None:
         return {}
     runs = [StudyRun(name, method, seed, SETUPS[name].make_experiment(method, lr, seed)) for seed in SEEDS]
-    return {run.seed: record for run in runs for record in run_records if run.is_recorded([record])}
+    return {run.seed: record for run in runs for record in run.find_records(run_records)}
 
 
 def find_common_seeds(*rows: Mapping[int, RunRecord]) -> list[int]:
@@ -233,7 +235,7 @@ def _format_ratio(cost: RunRecord | None, baseline: RunRecord | None) -> str:
 
 def describe_lr_search(name: str, run_records: Sequence[RunRecord]) -> str:
     """Describe the validation accuracies that selected the learning rate."""
-    search = [(run, record) for run in list_lr_search([name]) for record in run_records if run.is_recorded([record])]
+    search = [(run, record) for run in list_lr_search([name]) for record in run.find_records(run_records)]
     if not search:
         return ""
     accuracies = [f"{run.experiment.method.local.lr:g}: {100 * r['validation_accuracy']:.2f} %" for run, r in search]

@@ -72,16 +72,21 @@ class StudyRun(NamedTuple):
 
     def is_recorded(self, run_records: Iterable[RunRecord]) -> bool:
         """Whether one of the records is this run's."""
+        return bool(self.find_records(run_records))
+
+    def find_records(self, run_records: Iterable[RunRecord]) -> list[RunRecord]:
+        """Return the records of this run."""
         identity = {
             **identify_run(self.experiment),
             "results_version": RESULTS_VERSION,
             "setup": self.setup,
             "method": self.method,
         }
-        return any(
-            all(drop_added_settings(value, record.get(name)) == record.get(name) for name, value in identity.items())
+        return [
+            record
             for record in run_records
-        )
+            if all(drop_added_settings(value, record.get(name)) == record.get(name) for name, value in identity.items())
+        ]
 
 
 def drop_added_settings(value: Any, recorded: Any) -> Any:
@@ -123,7 +128,7 @@ def select_lr(name: str, run_records: Sequence[RunRecord]) -> float | None:
     """Return the learning rate with the best validation accuracy of FedAvg, seed 0; None until all of them have run."""
     scores = {}
     for run_ in list_lr_search([name]):
-        matches = [record for record in run_records if run_.is_recorded([record])]
+        matches = run_.find_records(run_records)
         if not matches:
             return None
         scores[run_.experiment.method.local.lr] = matches[-1]["validation_accuracy"]

@@ -78,7 +78,7 @@ def find_rows(
     choice = Choice(Schedule(**entry["schedule"]), entry["trials"])
     rows: dict[str, dict[Part, RunRecord]] = {method: {} for method in setup.rows}
     for run in list_final_runs(name, choice):
-        matches = [record for record in results if run.is_recorded([record])]
+        matches = run.find_records(results)
         if matches:
             rows[run.method][run.seed, 0] = matches[-1]
     return rows if all(len(records) > 1 for records in rows.values()) else {}

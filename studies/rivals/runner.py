@@ -93,7 +93,7 @@ def mean_validation_nll(runs: Sequence[StudyRun], run_records: Sequence[RunRecor
     """Return the mean validation NLL of runs, all of which must be recorded."""
     values: list[float] = []
     for run in runs:
-        matches = [record for record in run_records if run.is_recorded([record])]
+        matches = run.find_records(run_records)
         if not matches:
             raise InputError(f"{run.label} has no record; run `python -m studies.rivals select --setup {run.setup}`")
         values.append(matches[-1]["validation_nll"])

@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from harness import call_cli, call_with_mistake, have_equal_bits, list_photo_names, write_photos
 
 from uefl.core.errors import InputError
@@ -218,24 +217,3 @@ def test_stopped_rounds_resume_to_the_same_bits(hospitals, tmp_path) -> None:
     assert not have_equal_bits(
         one.select_silo("Cleveland").model_state, parent.models.select_silo("Cleveland").model_state
     )
-
-
-def test_calibration_parts_and_thresholds_survive_a_join(tmp_path) -> None:
-    """Nothing of the other silos changes with others=fixed; further rounds make another model, without thresholds."""
-    small = ["encoder=mlp", "width=8", "hidden_size=16", "num_codewords=4", "calibration_fraction=0.2"]
-    run = find_folder(call_cli("run", "uefl", "heart", *small, *SETTINGS, "--out", str(tmp_path / "runs")).stdout)
-    assert call_cli("calibrate", str(run), "risk=0").code == 0
-    before = open_models(run)
-    for others in ("fixed", "train"):
-        answer = call_cli("join", str(run), str(HEART_FILE), "name=new", f"others={others}", "epochs=1", "rounds=1")
-        assert answer.code == 0, answer
-        after = open_models(find_folder(answer.stdout))
-        assert set(after.held_out) == {*before.held_out, "new"}
-        assert not after.build("new").is_calibrated
-        for name, own in before.held_out.items():
-            other = after.held_out[name].measurements.probabilities
-            assert torch.equal(own.measurements.probabilities, other) == (others == "fixed")
-            thresholds = before.build(name).thresholds if others == "fixed" else None
-            assert after.build(name).thresholds == thresholds
-        assert call_cli("calibrate", str(find_folder(answer.stdout)), "risk=0").code == 0
-        assert load(find_folder(answer.stdout), "new").is_calibrated

@@ -68,7 +68,10 @@ def test_no_old_key_is_left(old):
         assert ".".join(path.split(".")[-2:]) not in old_settings
 
 
-SINCE_0_2 = ("folder-defaults.jsonl", "parity.jsonl", "uncertainty-test.jsonl")  # first written by 0.2
+SINCE_0_2 = (  # first written by 0.2
+    *("calibration.jsonl", "drift.jsonl", "folder-defaults.jsonl", "joining.jsonl", "parity.jsonl"),
+    *("rivals-search.jsonl", "rivals-trials.jsonl", "uncertainty-test.jsonl"),
+)
 
 
 @pytest.mark.records
