@@ -206,10 +206,13 @@ def test_lower_matmul_precision_stays_close_after_one_round(engine: str, optimiz
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("c", "o", "k", "padding"), [(3, 20, 5, 0), (64, 64, 3, 1), (1, 16, 3, 1), (32, 80, 1, 0)])
-def test_stacked_convolutions_equal_single_ones(c: int, o: int, k: int, padding: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [(5, 9, 11), (20, 17, 17)])  # one part of the positions, and two
+def test_stacked_convolutions_equal_single_ones(
+    c: int, o: int, k: int, padding: int, size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     from uefl.engines.stacked.convolution import StackedConvolution
 
-    shapes = {"x": (3, 5, c, 9, 11), "w": (3, o, c, k, k), "b": (3, o)}
+    shapes = {"x": (3, size[0], c, *size[1:]), "w": (3, o, c, k, k), "b": (3, o)}
     inputs = [normal(derive_key(n), shape).cuda().requires_grad_() for n, shape in shapes.items()]
     y = StackedConvolution.apply(*inputs, padding, dtype)
     dy = normal(derive_key("slope"), y.shape).cuda()
@@ -218,6 +221,28 @@ def test_stacked_convolutions_equal_single_ones(c: int, o: int, k: int, padding:
     single = (each, *torch.autograd.grad(each, inputs, dy.double()))
     for tensor, expected in zip(stacked, single):
         assert (tensor.double() - expected).norm() / expected.norm() < (2e-3 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("b", "c", "size"), [(5, 20, 7), (40, 16, 28), (3, 130, 4)])
+def test_stacked_batch_norms_equal_single_ones(b: int, c: int, size: int, dtype: torch.dtype) -> None:
+    from uefl.engines.stacked.batch_norm import StackedBatchNorm
+
+    shapes = {"x": (3, b, c, size, size), "w": (3, c), "b": (3, c)}
+    weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    x, *weights = (normal(derive_key(n), shape).cuda() for n, shape in shapes.items())
+    x = 100 + 3 * x.to(dtype)  # far from zero: squares must not cancel
+    inputs = [x.requires_grad_(), *(t.to(weight_dtype).requires_grad_() for t in weights)]
+    y, mean, variance = StackedBatchNorm.apply(*inputs, 1e-5)
+    dy = normal(derive_key("slope"), y.shape).cuda().to(dtype)
+    stacked = (y, *torch.autograd.grad(y, inputs, dy), mean, variance)
+    double = [t.detach().double().requires_grad_() for t in inputs]
+    each = torch.stack([F.batch_norm(x, None, None, w, b, True) for x, w, b in zip(*double)])
+    statistics = double[0].mean((1, 3, 4)), double[0].var((1, 3, 4), correction=0)
+    single = (each, *torch.autograd.grad(each, double, dy.double()), *statistics)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    for tensor, expected in zip(stacked, single):
+        assert (tensor.double() - expected).norm() / expected.norm() < tolerance
 
 
 def test_kmeans_on_cuda_is_as_good_as_on_the_cpu() -> None:

@@ -57,7 +57,7 @@ def can_vmap(net: nn.Module, input_shape: Sequence[int], input_dtype: torch.dtyp
     x = next(net.parameters()).new_zeros(2, 2, *input_shape, dtype=input_dtype)
     training = net.training
     try:
-        with torch.no_grad(), VmapOverrides(use_triton_convolution=False):
+        with torch.no_grad(), VmapOverrides(use_triton=False):
             vmap(lambda tensors, x: functional_call(net.train(), tensors, (x,)).logits)(tensors, x)
     except Exception:  # of any kind: such a network runs on the serial engine
         return False

@@ -19,6 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# A filter's gradient is summed over parts of the positions first: few filters would leave most of the device idle. The
+# length does not depend on the number of clients, and so neither does the result.
+POSITIONS_PER_PART = 4096
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(
@@ -62,22 +66,22 @@ def _forward_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def _filter_gradient_kernel(
     x, dy, dw, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-    OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD: tl.constexpr,
+    OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dw [G,k,OUT] = transposed columns of x [G,B,H,W,C] times dy [G,B,P,Q,OUT]."""
-    g = tl.program_id(1).to(tl.int64)
+    """dw [S,G,k,OUT] = transposed columns of x [G,B,H,W,C] times dy [G,B,P,Q,OUT], over S parts of the positions."""
+    g, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
     blocks: tl.constexpr = (OUT + BN - 1) // BN
     K: tl.constexpr = ROWS * COLUMNS * C
     k = (tl.program_id(0) // blocks) * BK + tl.arange(0, BK)
     n = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
     x += g * B * H * W * C
-    dw += g * K * OUT
+    dw += (part * tl.num_programs(1) + g) * K * OUT
     dy += g * B * P * Q * OUT
     row, column, channel = k // C // COLUMNS - PAD, k // C % COLUMNS - PAD, k % C
     total = tl.zeros((BK, BN), tl.float32)
-    for start in range(0, B * P * Q, BM):
-        m = start + tl.arange(0, BM)
+    for start in range(0, PART, BM):
+        m = part * PART + start + tl.arange(0, BM)
         inside = m < B * P * Q
         i, j = ((m // Q) % P)[None, :] + row[:, None], (m % Q)[None, :] + column[:, None]
         ok = inside[None, :] & (k < K)[:, None] & (i >= 0) & (i < H) & (j >= 0) & (j < W)
@@ -126,15 +130,16 @@ class StackedConvolution(torch.autograd.Function):
             flipped = w.to(images.dtype).flip(3, 4).permute(0, 3, 4, 1, 2).reshape(groups, -1, c).contiguous()
             dx = _convolve(gradients, flipped, None, (rows, columns), rows - 1 - ctx.padding)
             dx = dx.permute(0, 1, 4, 2, 3).to(ctx.dtypes[0])
-        dw = torch.empty(groups, rows * columns * c, o, dtype=torch.float32, device=w.device)
         _, b, p, q, _ = gradients.shape
+        parts = triton.cdiv(b * p * q, POSITIONS_PER_PART)
+        dw = torch.empty(parts, groups, rows * columns * c, o, dtype=torch.float32, device=w.device)
         bn, bk = min(64, max(16, triton.next_power_of_2(o))), 64
-        grid = (triton.cdiv(rows * columns * c, bk) * triton.cdiv(o, bn), groups)
+        grid = (triton.cdiv(rows * columns * c, bk) * triton.cdiv(o, bn), groups, parts)
         _filter_gradient_kernel[grid](
-            images, gradients, dw, b, *images.shape[2:4], c, p, q, o, rows, columns, ctx.padding, 64, bn, bk,
-            num_warps=4, num_stages=3,
+            images, gradients, dw, b, *images.shape[2:4], c, p, q, o, rows, columns, ctx.padding, POSITIONS_PER_PART,
+            64, bn, bk, num_warps=4, num_stages=3,
         )  # fmt: skip
-        dw = dw.reshape(groups, rows, columns, c, o).permute(0, 4, 3, 1, 2).to(w.dtype)
+        dw = dw.sum(0).reshape(groups, rows, columns, c, o).permute(0, 4, 3, 1, 2).to(w.dtype)
         if ctx.dtypes[1] is not None:
             dbias = gradients.sum((1, 2, 3), dtype=torch.float32).to(ctx.dtypes[1])
         return dx, dw, dbias, None, None

@@ -22,7 +22,7 @@ class SiloMapper:
         self.net, self.public_images = net, public_images
         self.trainable_names = {n for n, p in net.named_parameters() if p.requires_grad}
         self._noise_layer_names = [name for name, m in net.named_modules() if isinstance(m, NoiseLayer)]
-        self._use_triton_convolution = HAS_TRITON and matmul_precision != "full"
+        self._use_triton = HAS_TRITON and matmul_precision != "full"
 
     def call_for_silos(self, stack: ClientStack, keys: Tensor, function: Callable[..., Any], *inputs: Any) -> Any:
         """Return `function(model, *inputs)` of all silos of a stack, each with its own tensors and noise key."""
@@ -52,6 +52,6 @@ class SiloMapper:
         of_silos = (stack.client_tensors, stack.client_received, stack.client_state, stack.client_extras)
         stacked = (*of_silos, keys, *inputs)
         if len(stack.silo_names) > 1:
-            with VmapOverrides(use_triton_convolution=self._use_triton_convolution):
+            with VmapOverrides(use_triton=self._use_triton):
                 return vmap(call)(*stacked)
         return tree_map(lambda t: t.unsqueeze(0), call(*tree_map(lambda t: t.squeeze(0), stacked)))

@@ -20,20 +20,21 @@ CONVOLUTIONS = (
 class VmapOverrides(TorchFunctionMode):
     """Within this context, compute batch norm by basic operations, since torch's needs the memory layout of its input.
 
-    With `use_triton_convolution`, convolutions that `convolution.py` supports use its kernels.
+    With `use_triton`, convolutions that `convolution.py` supports use its kernels, and batch norm of images in training
+    those of `batch_norm.py`.
     """
 
-    def __init__(self, *, use_triton_convolution: bool) -> None:
+    def __init__(self, *, use_triton: bool) -> None:
         super().__init__()
-        self.use_triton_convolution = use_triton_convolution
+        self.use_triton = use_triton
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.batch_norm:
-            return batch_norm(*args, **(kwargs or {}))
+            return batch_norm(*args, **(kwargs or {}), use_triton=self.use_triton)
         autocast_dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        if self.use_triton_convolution and func is torch.conv2d:
+        if self.use_triton and func is torch.conv2d:
             from uefl.engines.stacked.convolution import VmapConvolution, is_supported  # needs Triton
 
             x, w, bias, stride, padding, *others = bind_conv2d_arguments(*args, **(kwargs or {}))
@@ -69,12 +70,19 @@ def batch_norm(
     training: bool = False,
     momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
+    *,
+    use_triton: bool = False,
 ) -> Tensor:
     """Compute `F.batch_norm`, (x − μ) / √(σ² + ε) · γ + β per channel, with statistics in full precision."""
+    y: Tensor | None = None
     full_x = x.float() if x.dtype == torch.bfloat16 else x
     if training or mean is None or variance is None:
-        axes = [i for i in range(x.dim()) if i != 1]
-        v, m = torch.var_mean(full_x, axes, correction=0)
+        if use_triton and x.dim() == 4 and weight is not None and bias is not None:
+            from uefl.engines.stacked.batch_norm import VmapBatchNorm  # needs Triton
+
+            y, m, v = VmapBatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
+        else:
+            v, m = torch.var_mean(full_x, [i for i in range(x.dim()) if i != 1], correction=0)
         if mean is not None and variance is not None:
             n = x.numel() / x.shape[1]
             with torch.no_grad():  # the running variance is unbiased
@@ -82,6 +90,8 @@ def batch_norm(
                 variance.mul_(1 - momentum).add_(v.detach() * (momentum * n / (n - 1)))
     else:
         m, v = mean, variance
+    if y is not None:
+        return y
     scale = torch.rsqrt(v + eps)
     scale = scale if weight is None else scale * weight
     shift = -m * scale if bias is None else bias - m * scale
