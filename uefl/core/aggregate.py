@@ -35,8 +35,11 @@ class WeightedMean:
             self.codeword_weights[name][access_row] += weight
         other_names = [name for name in tensors if not is_codeword_tensor(name)]
         if other_names:
-            scaled = torch._foreach_mul([tensors[name].double() for name in other_names], weight)
-            torch._foreach_add_([self.sums[name] for name in other_names], scaled)
+            sums = [self.sums[name] for name in other_names]
+            scaled = [torch.empty_like(total) for total in sums]
+            torch._foreach_copy_(scaled, [tensors[name] for name in other_names])
+            torch._foreach_mul_(scaled, weight)
+            torch._foreach_add_(sums, scaled)
         for name in other_names:
             self.total_weights[name] = self.total_weights.get(name, 0.0) + weight
 
@@ -76,7 +79,8 @@ def find_non_finite(tensors: Mapping[str, Tensor]) -> str:
     for device in {t.device for t in floats.values()}:  # a method's state may be on another device than the model
         local = {n: t for n, t in floats.items() if t.device == device}
         # Maximum norms, so that one transfer from the device is enough.
-        largest = torch.stack([t.double() for t in torch._foreach_norm(list(local.values()), math.inf)])
+        norms = torch._foreach_norm(list(local.values()), math.inf)
+        largest = torch.stack(norms if len({t.dtype for t in norms}) == 1 else [t.double() for t in norms])
         for name, finite in zip(local, torch.isfinite(largest).tolist()):
             if not finite:
                 return name
