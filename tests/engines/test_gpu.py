@@ -204,6 +204,16 @@ def test_lower_matmul_precision_stays_close_after_one_round(engine: str, optimiz
         assert (one - other).norm() / other.norm() < tolerance
 
 
+@pytest.mark.parametrize("name", ["pmfl", "fediir"])  # they differentiate within a client, our kernels outside
+def test_gradients_within_a_client_are_computed_in_tf32_too(name: str) -> None:
+    local = LocalTraining(optimizer="sgd", lr=0.05, batch_size=16, epochs=1)
+    method = METHODS[name](rounds=1, iterations=1, mc_samples=4, local=local)
+    exact = train(SerialEngine, "cuda", method, dtype=torch.float64)
+    rounded = train(StackedEngine, "cuda", method, matmul_precision="tf32")
+    one, other = (torch.cat([state[n].double().flatten() for n in sorted(state)]) for state in (rounded, exact))
+    assert (one - other).norm() / other.norm() < 3e-3  # as in the test above
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("c", "o", "k", "padding"), [(3, 20, 5, 0), (64, 64, 3, 1), (1, 16, 3, 1), (32, 80, 1, 0)])
 @pytest.mark.parametrize("size", [(5, 9, 11), (20, 17, 17)])  # one part of the positions, and two

@@ -16,6 +16,7 @@ from harness import (
 from torch.func import grad, vmap
 
 from uefl.core.federation import Batch, ClientModel
+from uefl.engines.stacked.vmap_overrides import is_differentiated
 
 NUM_CLIENTS = 3
 
@@ -72,3 +73,15 @@ def test_sums_under_vmap_equal_those_of_each_client(name, function):
     stacked = vmap(compute_sums)(x)
     for k in range(NUM_CLIENTS):
         assert all(torch.allclose(stacked[n][k], t, atol=1e-9) for n, t in compute_sums(x[k]).items())
+
+
+def test_kernels_know_when_a_client_differentiates_its_own_loss():
+    seen = []
+
+    def square(x):
+        seen.append(is_differentiated(x, 3, None))
+        return (x * x).sum()
+
+    vmap(square)(torch.ones(2, 3))
+    vmap(grad(square))(torch.ones(2, 3))
+    assert seen == [False, True]

@@ -34,7 +34,7 @@ class VmapOverrides(TorchFunctionMode):
         if func is F.batch_norm:
             return batch_norm(*args, **(kwargs or {}), use_triton=self.use_triton)
         autocast_dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        if self.use_triton and func is torch.conv2d:
+        if self.use_triton and func is torch.conv2d and not is_differentiated(*args, *(kwargs or {}).values()):
             from uefl.engines.stacked.convolution import VmapConvolution, is_supported  # needs Triton
 
             x, w, bias, stride, padding, *others = bind_conv2d_arguments(*args, **(kwargs or {}))
@@ -46,6 +46,14 @@ class VmapOverrides(TorchFunctionMode):
             with torch.autocast("cuda", enabled=False):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def is_differentiated(*inputs: Any) -> bool:
+    """Return whether `torch.func.grad` within `vmap` differentiates an input, which our kernels do not support.
+
+    The engine itself differentiates the result of `vmap`.
+    """
+    return any(isinstance(t, Tensor) and torch._C._functorch.is_gradtrackingtensor(t) for t in inputs)
 
 
 def bind_conv2d_arguments(
@@ -77,7 +85,8 @@ def batch_norm(
     y: Tensor | None = None
     full_x = x.float() if x.dtype == torch.bfloat16 else x
     if training or mean is None or variance is None:
-        if use_triton and x.dim() == 4 and weight is not None and bias is not None:
+        has_weights = weight is not None and bias is not None
+        if use_triton and x.dim() == 4 and has_weights and not is_differentiated(x, weight, bias):
             from uefl.engines.stacked.batch_norm import VmapBatchNorm  # needs Triton
 
             y, m, v = VmapBatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
