@@ -268,12 +268,13 @@ def render_codebook_table(run_records: Sequence[RunRecord]) -> str:
     for name, pairs in CODEBOOK_PAIRS.items():
         for method, method_with_codebook in pairs.items():
             baseline, with_codebook = (find_runs(name, row, run_records) for row in (method, method_with_codebook))
+            level = SETUPS[name].summary_level
             seeds = find_common_seeds(baseline, with_codebook)
             cells = [format_incomplete(seeds).strip(), *[""] * 5]
             if len(seeds) > 1:
                 cells = [
-                    *_format_pair(baseline, with_codebook, seeds, "mA", 100, 2),
-                    *_format_pair(baseline, with_codebook, seeds, "mE", 1, 3),
+                    *_format_pair(baseline, with_codebook, seeds, level, "mA", 100, 2),
+                    *_format_pair(baseline, with_codebook, seeds, level, "mE", 1, 3),
                 ]
                 cells[0] += format_incomplete(seeds)
             label = f"{method} (with: UEFL)" if method_with_codebook == "UEFL" else method
@@ -285,11 +286,12 @@ def _format_pair(
     baseline: Mapping[int, RunRecord],
     with_codebook: Mapping[int, RunRecord],
     seeds: Sequence[int],
+    level: str,
     metric: str,
     scale: float,
     digits: int,
 ) -> list[str]:
-    a, b = ([scale * row[seed][DEFAULT_AGGREGATION][metric] for seed in seeds] for row in (baseline, with_codebook))
+    a, b = ([scale * row[seed][level][metric] for seed in seeds] for row in (baseline, with_codebook))
     return [
         _format_mean_std(a, digits),
         _format_mean_std(b, digits),

@@ -10,7 +10,15 @@ from statistics import mean
 import pytest
 
 from studies.methods.__main__ import PAGE, RECORDS, TIMES
-from studies.methods.page import CODEBOOK_PAIRS, EXCHANGES, choose_versions, find_runs, render_page, render_table
+from studies.methods.page import (
+    CODEBOOK_PAIRS,
+    EXCHANGES,
+    choose_versions,
+    find_runs,
+    render_codebook_table,
+    render_page,
+    render_table,
+)
 from studies.methods.runner import (
     StudyResources,
     StudyRun,
@@ -88,6 +96,19 @@ def test_no_method_is_two_points_below_fedavg_where_it_was_made_for(name, method
     runs, fedavg = find_runs(name, method, run_records), find_runs(name, FEDAVG, run_records)
     assert set(runs) == set(fedavg) == set(SEEDS)
     assert mean(runs[seed][level]["mA"] - fedavg[seed][level]["mA"] for seed in SEEDS) > -0.02
+
+
+@pytest.mark.records
+@pytest.mark.parametrize("name", CODEBOOK_PAIRS)
+def test_the_table_of_codebooks_has_the_figures_of_its_setups_table(name):
+    run_records = read_records(ROOT / RECORDS)
+    cells = {
+        line.split(" | ")[0].strip("| "): line.split(" | ") for line in render_table(name, run_records, []).splitlines()
+    }
+    for line in render_codebook_table(run_records).splitlines():
+        method, setup, without, *_ = line.strip("| ").split(" | ")
+        if setup == f"`{name}`":
+            assert without == cells[method.removesuffix(" (with: UEFL)")][1]
 
 
 @pytest.mark.parametrize("name", SETUPS)
