@@ -110,7 +110,8 @@ def run(
     parents = dict.fromkeys(task.parent for task in missing if task.way in PARENTS)
     first = [task for task in parents if not task.locate_models(models).exists()]
     first += [task for task in missing if task.way in TRAININGS]
-    typer.echo(f"{len(tasks)} records, {len(tasks) - len(missing)} of them done or measured by others")
+    num_done = sum(make_key(asdict(task)) in done for task in tasks)
+    typer.echo(f"{len(tasks)} records, {num_done} of them done; {len(first)} trainings, then {len(missing)} ways")
     for stage in (first, [task for task in missing if task.way not in TRAININGS]):
         _run_stage(stage, resources, workers or os.cpu_count() or 1, done, out)
 
