@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +14,13 @@ import torch
 from torch import Tensor
 
 from uefl import __version__
+from uefl.core.errors import unknown_value_error
 from uefl.data.shifts import apply_shift
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.loading import open_models
+from uefl.experiment.parallel_runs import run_in_parallel
 from uefl.experiment.parsing import parse_experiments
-from uefl.experiment.records import append_records
+from uefl.experiment.records import append_records, read_records
 from uefl.experiment.run import run
 from uefl.experiment.silo_models import SiloModels
 
@@ -53,6 +57,13 @@ SETUPS = {
 }
 
 
+def find_setup(data: str) -> Setup:
+    """Return a setup by its name."""
+    if data not in SETUPS:
+        raise unknown_value_error("data", data, tuple(SETUPS))
+    return SETUPS[data]
+
+
 @dataclass(frozen=True)
 class HeldOutPool:
     """Images of one silo that no training has read: its calibration and its test images."""
@@ -63,19 +74,40 @@ class HeldOutPool:
     indices: Tensor  # [N] in the source
 
 
-def train_method(
-    setup: Setup, method: str, seed: int, root: Path, device: str, changes: tuple[str, ...] = ()
-) -> tuple[SiloModels, list[HeldOutPool]]:
+def make_study_experiment(setup: Setup, method: str, seed: int) -> Experiment:
+    """Return the experiment of a method and seed."""
+    (experiment,) = parse_experiments([method, *setup.settings, f"seed={seed}"], (), "default").values()
+    return experiment
+
+
+def train_method(setup: Setup, method: str, seed: int, root: Path, device: str) -> tuple[SiloModels, list[HeldOutPool]]:
     """Train a method, or find it trained, and return its models and the held-out images of its silos."""
-    arguments = [method, *setup.settings, *changes, f"seed={seed}"]
-    (experiment,) = parse_experiments(arguments, (), "default").values()
-    folder = run(experiment, root, device=device, on_event=_print_event)
+    experiment = make_study_experiment(setup, method, seed)
+    folder = run(experiment, root, device=device, on_event=partial(_print_event, method))
     return open_models(folder), make_pools(experiment)
 
 
-def _print_event(event: dict[str, Any]) -> None:
+def train_in_parallel(setup: Setup, runs: Sequence[tuple[str, int]], root: Path, device: str, workers: int) -> None:
+    """Train methods and seeds in parallel processes, on CUDA all seeds of a method in one stack."""
+    experiments = {f"{method}, seed {seed}": make_study_experiment(setup, method, seed) for method, seed in runs}
+    if workers > 1 and len(experiments) > 1:
+        torch.set_num_threads(1)
+        experiments[next(iter(experiments))].data.load(0)  # decode images once, not in every process
+        run_in_parallel(experiments, root, workers=workers, device=device, on_event=_print_event)
+
+
+def _print_event(label: str, event: dict[str, Any]) -> None:
     if event["kind"] == "round":
-        print(f"  round {event['record']['round']}", file=sys.stderr, flush=True)
+        print(f"  {label}, round {event['record']['round']}", file=sys.stderr, flush=True)
+
+
+def list_missing(out: Path, data: str, methods: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
+    """Return the methods and seeds that have no record of these data and settings yet."""
+    settings = list(SETUPS[data].settings)
+    done = {(r["method"], r["seed"]) for r in read_records(out) if (r["data"], r["settings"]) == (data, settings)}
+    missing = [(method, seed) for seed in seeds for method in methods if (method, seed) not in done]
+    print(f"{len(methods) * len(seeds)} records, {len(methods) * len(seeds) - len(missing)} of them done", flush=True)
+    return missing
 
 
 def make_pools(experiment: Experiment) -> list[HeldOutPool]:

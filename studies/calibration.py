@@ -20,7 +20,16 @@ import typer
 from scipy.stats import betabinom
 from torch import Tensor
 
-from studies.after_training import METHODS, SETUPS, HeldOutPool, train_method, write_record
+from studies.after_training import (
+    METHODS,
+    SETUPS,
+    HeldOutPool,
+    find_setup,
+    list_missing,
+    train_in_parallel,
+    train_method,
+    write_record,
+)
 from uefl.core.abstention import choose_threshold
 from uefl.core.conformal import compute_quantile, compute_scores
 from uefl.core.noise import derive_key, permutation
@@ -111,18 +120,20 @@ def run_study(
         "runs/after-training"
     ),
     device: Annotated[str, typer.Option(help="Device of PyTorch.")] = "cpu",
+    workers: Annotated[int, typer.Option(help="Methods that train in parallel processes.")] = 1,
     out: Annotated[Path, typer.Option(help="File of records.")] = RECORDS,
 ) -> None:
     """Train the methods and measure their prediction sets."""
-    setup = SETUPS[data]
-    for seed in parse_seeds(seeds):
-        for method in methods.split(","):
-            print(f"{method}, seed {seed}", flush=True)
-            models, pools = train_method(setup, method, seed, runs, device)
-            silos = measure_method(models, pools, setup.calibration_size, seed, splits, device)
-            record = {"data": data, "method": method, "seed": seed, "splits": splits, "settings": setup.settings}
-            write_record(out, "calibration", {**record, "silos": silos})
-            print(f"  mean coverage {mean(silo['coverage'] for silo in silos.values()):.4f}", flush=True)
+    setup = find_setup(data)
+    missing = list_missing(out, data, methods.split(","), parse_seeds(seeds))
+    train_in_parallel(setup, missing, runs, device, workers)
+    for method, seed in missing:
+        print(f"{method}, seed {seed}", flush=True)
+        models, pools = train_method(setup, method, seed, runs, device)
+        silos = measure_method(models, pools, setup.calibration_size, seed, splits, device)
+        record = {"data": data, "method": method, "seed": seed, "splits": splits, "settings": setup.settings}
+        write_record(out, "calibration", {**record, "silos": silos})
+        print(f"  mean coverage {mean(silo['coverage'] for silo in silos.values()):.4f}", flush=True)
 
 
 @app.command()

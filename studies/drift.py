@@ -10,6 +10,8 @@ It appends a record with the command to results/drift.jsonl. `python -m studies.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -19,7 +21,15 @@ import typer
 from scipy.stats import binom
 from torch import Tensor
 
-from studies.after_training import SETUPS, HeldOutPool, train_method, write_record
+from studies.after_training import (
+    SETUPS,
+    HeldOutPool,
+    find_setup,
+    list_missing,
+    train_in_parallel,
+    train_method,
+    write_record,
+)
 from studies.uncertainty_test import compute_interval
 from uefl.core.drift import Array, compare_examples
 from uefl.core.noise import derive_key, permutation
@@ -48,17 +58,15 @@ class Values(NamedTuple):
     counts: Array
 
 
-def measure_pool(models: SiloModels, pool: HeldOutPool, change: str, seed: int, device: str) -> dict[str, Values]:
-    """Measure the images of a pool after a change, for every test that these models serve."""
+def measure_pool(models: SiloModels, pool: HeldOutPool, change: str, seed: int, device: str) -> Values:
+    """Measure the images of a pool after a change; FedAvg has the entropy of softmax outputs, and no codewords."""
     model = models.build(pool.silo_name, device)
     pixels = apply_shift(pool.pixels, change, seed, pool.indices)
     # Every change has draws of dropout of its own.
     measured = measure_examples(model, model.input_format.convert(pixels), 1000 * CHANGES.index(change))
-    no_counts = np.zeros((len(pool.y), 0))
     if models.description.method_name == "fedavg":
-        return {"fedavg softmax": Values(compute_entropy(measured.probabilities), no_counts)}
-    entropy, counts = measured.entropy.double().numpy(), measured.codeword_counts.double().numpy()
-    return {"uefl": Values(entropy, counts), "uefl entropy": Values(entropy, no_counts)}
+        return Values(compute_entropy(measured.probabilities), np.zeros((len(pool.y), 0)))
+    return Values(measured.entropy.double().numpy(), measured.codeword_counts.double().numpy())
 
 
 def compute_entropy(p: Tensor) -> Array:
@@ -67,9 +75,12 @@ def compute_entropy(p: Tensor) -> Array:
     return entropy
 
 
-def count_alarms(reference: Values, changed: Values, size: int, repeats: int, key: int) -> int:
-    """Count alarms over random draws of a reference and of other images, which are changed."""
-    n, alarms = min(NUM_REFERENCE, len(reference.entropy) - size), 0
+def count_alarms(reference: Values, changed: Values, size: int, repeats: int, key: int) -> tuple[int, int]:
+    """Count alarms over random draws of a reference and of other images, which are changed.
+
+    The first number is of all statistics together; the second is of entropy alone, whose p-value is the same.
+    """
+    n, alarms, of_entropy = min(NUM_REFERENCE, len(reference.entropy) - size), 0, 0
     for i in range(repeats):
         order = permutation(derive_key(key, i), len(reference.entropy)).numpy()
         own, new = order[:n], order[n : n + size]
@@ -80,27 +91,65 @@ def count_alarms(reference: Values, changed: Values, size: int, repeats: int, ke
             seed=derive_key(key, i, "permutations"),
         )
         alarms += any(comparison.is_alarm for comparison in comparisons)
-    return alarms
+        of_entropy += comparisons[0].p_value <= LEVEL
+    return alarms, of_entropy
+
+
+class Cell(NamedTuple):
+    """One silo, change and number of images: what a row or two of the record are about."""
+
+    method: str
+    silo_name: str
+    change: str
+    size: int
+    repeats: int
+    key: int
+
+
+def list_rows(cell: Cell, reference: Values, changed: Values) -> list[dict[str, Any]]:
+    """Return a row for each test that a method serves."""
+    counts = count_alarms(reference, changed, cell.size, cell.repeats, cell.key)
+    tests = ("uefl", "uefl entropy") if cell.method == "uefl" else ("fedavg softmax",)
+    row = {"silo": cell.silo_name, "change": cell.change, "images": cell.size, "repeats": cell.repeats}
+    return [{"test": test, **row, "alarms": alarms} for test, alarms in zip(tests, counts)]
 
 
 def measure_models(
-    models: SiloModels, pools: Sequence[HeldOutPool], seed: int, repeats: Mapping[bool, int], device: str
+    models: SiloModels,
+    pools: Sequence[HeldOutPool],
+    seed: int,
+    repeats: Mapping[bool, int],
+    device: str,
+    workers: int = 1,
 ) -> list[dict[str, Any]]:
     """Return a row per test, silo, change and number of images; `repeats` is by whether images are unchanged."""
-    rows = []
+    cells: list[tuple[Cell, Values, Values]] = []
     for pool in pools:
-        references = measure_pool(models, pool, UNCHANGED, seed, device)
+        values = {change: measure_pool(models, pool, change, seed, device) for change in CHANGES}
+        print(f"  silo {pool.silo_name}: images measured", flush=True)
         for change in CHANGES:
-            changed = measure_pool(models, pool, change, seed, device)
-            for test, reference in references.items():
-                for size in SIZES:
-                    count = repeats[change == UNCHANGED]
-                    key = derive_key(seed, pool.silo_name, change, size)
-                    alarms = count_alarms(reference, changed[test], size, count, key)
-                    row = {"test": test, "silo": pool.silo_name, "change": change, "images": size}
-                    rows.append({**row, "repeats": count, "alarms": alarms})
-            print(f"  silo {pool.silo_name}, {change}", flush=True)
-    return rows
+            for size in SIZES:
+                key, count = derive_key(seed, pool.silo_name, change, size), repeats[change == UNCHANGED]
+                cell = Cell(models.description.method_name, pool.silo_name, change, size, count, key)
+                cells.append((cell, values[UNCHANGED], values[change]))
+    order = sorted(range(len(cells)), key=lambda i: -cells[i][0].repeats * (NUM_REFERENCE + cells[i][0].size))
+    rows: dict[int, list[dict[str, Any]]] = {}
+    if workers == 1:
+        for done, i in enumerate(order, 1):
+            rows[i] = list_rows(*cells[i])
+            _print_progress(done, len(order))
+    else:
+        with ProcessPoolExecutor(min(workers, len(cells)), get_context("spawn")) as pool_of_processes:
+            futures = {pool_of_processes.submit(list_rows, *cells[i]): i for i in order}
+            for done, future in enumerate(as_completed(futures), 1):
+                rows[futures[future]] = future.result()
+                _print_progress(done, len(order))
+    return [row for i in range(len(cells)) for row in rows[i]]
+
+
+def _print_progress(done: int, total: int) -> None:
+    if done % 20 == 0 or done == total:
+        print(f"  {done} of {total} changes and numbers of images tested", flush=True)
 
 
 @app.command("run")
@@ -111,17 +160,20 @@ def run_study(
     changed_repeats: Annotated[int, typer.Option(help="Draws of changed images per silo, change and size.")] = 20,
     runs: Annotated[Path, typer.Option(help="Folder of trained runs.")] = Path("runs/after-training"),
     device: Annotated[str, typer.Option(help="Device of PyTorch.")] = "cpu",
+    workers: Annotated[int, typer.Option(help="Parallel processes for training and for permutation tests.")] = 1,
     out: Annotated[Path, typer.Option(help="File of records.")] = RECORDS,
 ) -> None:
     """Train the methods and count alarms."""
     repeats = {True: unchanged_repeats, False: changed_repeats}
-    for seed in parse_seeds(seeds):
-        for method in ("uefl", "fedavg"):
-            print(f"{method}, seed {seed}", flush=True)
-            models, pools = train_method(SETUPS[data], method, seed, runs, device)
-            rows = measure_models(models, pools, seed, repeats, device)
-            record = {"data": data, "method": method, "seed": seed, "settings": SETUPS[data].settings}
-            write_record(out, "drift", {**record, "rows": rows})
+    setup = find_setup(data)
+    missing = list_missing(out, data, ("uefl", "fedavg"), parse_seeds(seeds))
+    train_in_parallel(setup, missing, runs, device, workers)
+    for method, seed in missing:
+        print(f"{method}, seed {seed}", flush=True)
+        models, pools = train_method(setup, method, seed, runs, device)
+        rows = measure_models(models, pools, seed, repeats, device, workers)
+        record = {"data": data, "method": method, "seed": seed, "settings": setup.settings}
+        write_record(out, "drift", {**record, "rows": rows})
 
 
 @app.command()

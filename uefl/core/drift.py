@@ -117,7 +117,9 @@ class EntropyDistance:
 
     def __call__(self, masks: NDArray[np.bool_]) -> Array:
         steps = np.where(masks[:, self.order], 1 / self.n, -1 / self.m)
-        distances: Array = np.abs(np.cumsum(steps, 1)[:, self.is_last]).max(1)
+        sums = np.cumsum(steps, 1, out=steps)
+        sums = sums if self.is_last.all() else sums[:, self.is_last]
+        distances: Array = np.maximum(sums.max(1), -sums.min(1))
         return distances
 
 

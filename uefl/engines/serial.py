@@ -158,8 +158,7 @@ class SerialEngine:
         )
 
     def _move_examples(self, examples: Examples) -> Examples:
-        x = examples.x.to(self.device, None if is_integer(examples.x) else self.dtype)
-        return Examples(to_channels_last(x), examples.y.to(self.device))
+        return move_examples(examples, self.device, self.dtype)
 
     def _receive_broadcast(self, method: Method, broadcast: Broadcast, name: str) -> ClientModel:
         """Copy what this silo receives and its client state into the network; the broadcast itself never changes."""
@@ -324,6 +323,12 @@ class SerialEngine:
 
     def _fork_rng(self) -> AbstractContextManager[None]:
         return fork_rng(self.device)
+
+
+def move_examples(examples: Examples, device: torch.device, dtype: torch.dtype) -> Examples:
+    """Return examples on a device, in the type and memory layout in which a network takes them."""
+    x = examples.x.to(device, None if is_integer(examples.x) else dtype)
+    return Examples(to_channels_last(x), examples.y.to(device))
 
 
 def seed_noise(layers: Sequence[NoiseLayer], noise_key: int, device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -37,7 +38,7 @@ from uefl.core.federation import (
 )
 from uefl.core.field_rules import check_ranges, setting
 from uefl.engines.choosing import check_device
-from uefl.engines.serial import SerialEngine, copy_into_network
+from uefl.engines.serial import SerialEngine, copy_into_network, move_examples
 from uefl.experiment.experiment import DTYPES
 from uefl.experiment.held_out import collect_held_out
 from uefl.experiment.settings import from_dict
@@ -46,7 +47,7 @@ from uefl.experiment.trained_model import TrainedModel, save_models
 from uefl.models.frozen_batch_norm import freeze_batch_norm_statistics
 
 if TYPE_CHECKING:
-    from uefl.experiment.train import TrainingResult
+    from uefl.experiment.train import MakeClients, TrainingResult
 
 LR_FACTORS = (0.1, 1.0, 10.0)  # of the run's learning rate
 MIN_CHOICE_EXAMPLES = 10  # validation examples; fewer choose a learning rate by chance
@@ -143,11 +144,12 @@ def join_silo(
     *,
     device: str = "cpu",
     on_progress: OnProgress = lambda _activity, _done, _total: None,
+    make_clients: MakeClients | None = None,
 ) -> JoinResult:
-    """Let a silo join with `others=fixed`."""
+    """Let a silo join with `others=fixed`; `make_clients` makes its client, such as one of a stack of many joins."""
     check_device(device)
     silo = check_newcomer(models, silo)
-    newcomer = Newcomer(models, silo, settings, device)
+    newcomer = Newcomer(models, silo, settings, device, make_clients)
     on_progress("K-means", 0, 0)
     start = newcomer.start_own_parts()
     shared = newcomer.evaluate(newcomer.make_broadcast(newcomer.select_shared(start)))
@@ -196,7 +198,14 @@ def check_newcomer(models: SiloModels, silo: Silo) -> Silo:
 class Newcomer:
     """A silo beside a finished run, in an engine that holds this silo alone."""
 
-    def __init__(self, models: SiloModels, silo: Silo, settings: JoinSettings, device: str) -> None:
+    def __init__(
+        self,
+        models: SiloModels,
+        silo: Silo,
+        settings: JoinSettings,
+        device: str,
+        make_clients: MakeClients | None = None,
+    ) -> None:
         self.models, self.silo, self.settings = models, silo, settings
         description, self.method = models.description, models.method
         has_codebook = self.method.codebook is not None
@@ -220,8 +229,9 @@ class Newcomer:
         train_codewords_by_task(net)
         self.shared_row = models.access.all(0)
         self.shared_state = gather_accessible_rows(models.model_state, self.shared_row)
-        dtype = DTYPES[description.precision]
-        self.engine = SerialEngine([silo], net, seed=description.seed, device=device, dtype=dtype)
+        self.dtype = DTYPES[description.precision]
+        make_serial = partial(SerialEngine, seed=description.seed, device=device, dtype=self.dtype)
+        self.engine = (make_clients or make_serial)([silo], net)
         self.training = make_own_training(self.method, self.own_names, int(self.shared_row.sum()))
 
     # --- what the silo starts with --------------------------------------------------------------------------------
@@ -242,7 +252,8 @@ class Newcomer:
 
     def _estimate_statistics(self, tensors: Tensors) -> Tensors:
         """Return batch-norm statistics of the silo's own training examples, as a mean over batches."""
-        net, x = copy.deepcopy(self.engine.net), self.engine.silos[self.silo.name].train.x
+        net = copy.deepcopy(self.engine.net)
+        x = move_examples(self.silo.train, self.engine.device, self.dtype).x
         copy_into_network(net, {**self.shared_state, **tensors})
         net.eval()
         for layer in (m for m in net.modules() if isinstance(m, _BatchNorm)):

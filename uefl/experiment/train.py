@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     from uefl.experiment.joining import JoinResult
 
+MakeClients = Callable[[Sequence[Silo], nn.Module], Any]
+
 
 @dataclass(frozen=True)
 class TrainingResult:
@@ -133,6 +135,39 @@ def train(
     if engine not in ("auto", *IN_PROCESS_ENGINES):
         raise unknown_value_error("engine", engine, ("auto", *IN_PROCESS_ENGINES))
     check_device(device)
+
+    def make_clients(silos: Sequence[Silo], net: nn.Module) -> SerialEngine:
+        name = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
+        clients: SerialEngine = ENGINES[name](silos, net, seed=seed, device=device)
+        return clients
+
+    return train_clients(
+        *(make_clients, method, silos, encoder),
+        num_classes=num_classes,
+        hidden_size=hidden_size,
+        dropout=dropout,
+        augment=augment,
+        seed=seed,
+        device=device,
+        on_record=on_record,
+    )
+
+
+def train_clients(
+    make_clients: MakeClients,
+    method: FedAvg,
+    silos: Sequence[Silo],
+    encoder: nn.Module,
+    *,
+    num_classes: int,
+    hidden_size: int,
+    dropout: float,
+    augment: str = "",
+    seed: int,
+    device: str,
+    on_record: Callable[[Record], None] = lambda _: None,
+) -> TrainingResult:
+    """Train as `train` does, with clients that a function makes of silos and a network, such as those of a stack."""
     _check_types(method, encoder)
     ModelConfig(hidden_size=hidden_size, dropout=dropout, augment=augment)  # checks the ranges
     silos = check_silos(silos, num_classes)
@@ -145,8 +180,7 @@ def train(
     except RuntimeError as e:  # of the user's own encoder
         raise InputError(f"encoder cannot take examples of shape {list(input_shape)}: {str(e).splitlines()[0]}") from e
     silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
-    engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
-    clients = ENGINES[engine](silos, net, seed=seed, device=device)
+    clients = make_clients(silos, net)
     records: list[Record] = []
     for server in iterate_rounds(method, clients):
         records += server.completed_records

@@ -29,7 +29,7 @@ class SeedStackStopped(Exception):
 
 
 class Request(NamedTuple):
-    """What a seed's server asks of its silos; requests with equal keys run in one stack."""
+    """What a seed's server asks of its silos; requests with equal keys and methods run in one stack."""
 
     method: Method
     broadcast: Broadcast
@@ -64,6 +64,9 @@ class SeedClients:
 
     def initial_model_state(self) -> Tensors:
         return {name: t.clone() for name, t in self.initial_tensors.items()}
+
+    def release(self) -> None:
+        """Keep the device memory; the stack releases it after the last seed."""
 
     def get_personal_tensors(self, method: Method, broadcast: Broadcast) -> dict[str, Tensors]:
         """Return by silo the tensors of its own that predictions use."""
@@ -173,11 +176,11 @@ class SeedStack:
                 self._changed.wait(timeout=1.0)  # with a timeout, so that Ctrl-C is noticed
             if self._is_stopped or not self._requests:
                 return {}
-            first = min(request.key() for request in self._requests.values())
+            first = min(self._requests.values(), key=Request.key)
             return {
                 clients: self._requests.pop(clients)
-                for clients in list(self._requests)
-                if self._requests[clients].key() == first
+                for clients, request in list(self._requests.items())
+                if request.key() == first.key() and request.method == first.method
             }
 
     def _answer(self, requests: Mapping[SeedClients, Request]) -> None:
