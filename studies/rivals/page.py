@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from studies.methods.runner import RunRecord, StudyRun
 from studies.rivals.runner import Choice, Files, list_final_runs, list_trials, read_frozen
-from studies.rivals.setups import FEDAVG, SEEDS, SETUPS, UEFL, Schedule, Setup
+from studies.rivals.setups import SETUPS
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
+from studies.rivals.trials import FEDAVG, UEFL, Schedule, Setup
 from uefl.experiment.records import read_records
 
 NOTES = Path(__file__).with_name("notes.md")
@@ -263,6 +264,10 @@ def render_primary(tables: Mapping[str, Mapping[str, Mapping[Part, RunRecord]]])
     head = ["primary comparison: NLL of FedAvg − UEFL", "seeds", "gain, %", "p, adjusted"]
     lines = [head, ["---"] * len(head)]
     for name, gain in gains.items():
-        count = f"{len(tables[name][UEFL])}" if not SETUPS[name].folds else f"{len(SEEDS)} × {SETUPS[name].folds} folds"
+        count = (
+            f"{len(tables[name][UEFL])}"
+            if not SETUPS[name].folds
+            else f"{len(SETUPS[name].seeds)} × {SETUPS[name].folds} folds"
+        )
         lines.append([SETUPS[name].title, count, format_gain(gain, MARGIN_NLL, 1), f"{adjusted[name]:.2g}"])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

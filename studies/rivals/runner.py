@@ -11,7 +11,8 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
-from studies.rivals.setups import FEDAVG, SEARCH_SEEDS, SEEDS, SETUPS, TRIAL_SEEDS, Schedule, Setup
+from studies.rivals.setups import SETUPS
+from studies.rivals.trials import FEDAVG, SEARCH_SEEDS, TRIAL_SEEDS, Schedule, Setup
 from uefl.core.errors import InputError
 from uefl.experiment.records import read_records
 
@@ -85,7 +86,7 @@ def list_trials(name: str, schedule: Schedule) -> list[StudyRun]:
 def list_trial_parts(setup: Setup) -> list[tuple[int, int]]:
     """Return seeds and folds of the trials: with folds, trials are chosen again inside each, so all are run."""
     if setup.folds:
-        return [(seed, fold) for seed in SEEDS for fold in range(1, setup.folds + 1)]
+        return [(seed, fold) for seed in setup.seeds for fold in range(1, setup.folds + 1)]
     return [(seed, 0) for seed in TRIAL_SEEDS]
 
 
@@ -173,12 +174,12 @@ def read_frozen(path: Path) -> dict[str, Any]:
 # --- fresh seeds ------------------------------------------------------------------------------------------------------
 
 
-def list_final_runs(name: str, choice: Choice, seeds: Sequence[int] = SEEDS) -> list[StudyRun]:
+def list_final_runs(name: str, choice: Choice) -> list[StudyRun]:
     """List the runs of the frozen settings with fresh seeds."""
     return [
         make_run(name, method, trial, choice.schedule, seed)
         for method, trial in choice.trials.items()
-        for seed in seeds
+        for seed in SETUPS[name].seeds
     ]
 
 

@@ -7,8 +7,9 @@ from scipy.stats import ttest_rel
 
 from studies.rivals.page import format_gain
 from studies.rivals.runner import list_schedule_search, list_trials
-from studies.rivals.setups import NUM_TRIALS, SEEDS, SETUPS, TRIAL_SEEDS
+from studies.rivals.setups import SETUPS
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
+from studies.rivals.trials import NUM_TRIALS, SEEDS, TRIAL_SEEDS
 
 OURS, THEIRS = [0.91, 0.95, 0.93, 0.97, 0.94], [0.90, 0.92, 0.935, 0.95, 0.91]
 

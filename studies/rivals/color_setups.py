@@ -1,0 +1,89 @@
+"""Setups that need files: color images with pretrained encoders, and digits of three devices.
+
+Before a run, these files must be in the current folder: `VGG16_WEIGHTS` and `RESNET18_WEIGHTS` (torchvision's ImageNet
+weights of the encoder, under torchvision's names; any precision) and `DEVICES` (`python -m studies.digit_devices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from studies.rivals.trials import (
+    FEDAVG,
+    IMAGE_ROWS,
+    NO_NORM,
+    NORM_TRIALS,
+    SEEDS,
+    UEFL,
+    Row,
+    Schedule,
+    Setup,
+    list_tuning_trials,
+    make_uefl_trial,
+)
+from uefl.core.local import LocalTraining
+from uefl.data.defaults import get_default_config
+from uefl.models.model_config import ModelConfig
+
+VGG16_WEIGHTS, RESNET18_WEIGHTS = "vgg16_features_imagenet.safetensors", "resnet18_backbone_imagenet.safetensors"
+DEVICES = "digit-devices.zip"
+
+
+def list_schedules(*rates: float) -> tuple[Schedule, ...]:
+    """Return a constant and a falling learning rate for each of these."""
+    return tuple(Schedule(schedule=s, lr=lr) for s in ("constant", "cosine") for lr in rates)
+
+
+# Encoders without batch norm of their own to keep, or with a frozen one: FedBN is FedAvg there.
+PRETRAINED_ROWS: Mapping[str, Row] = {
+    FEDAVG: Row(method="fedavg", trials=NORM_TRIALS),
+    "FedAvg, fine-tuned": Row(method="fine-tuning", trials=list_tuning_trials()),
+    UEFL: Row(
+        method="uefl",
+        trials=tuple(
+            make_uefl_trial(
+                label, epochs, batch_norm="average", model=model, num_codewords=0, segments=0, gate_value=gate_value
+            )
+            for label, epochs, model, gate_value in (
+                ("gate from .5", 0, {}, 0.5),
+                ("gate from .5, 5 epochs", 5, {}, 0.5),
+                ("gate from .5, no layer norm, 5 epochs", 5, NO_NORM, 0.5),
+                ("gate from .25, no layer norm, 10 epochs", 10, NO_NORM, 0.25),
+            )
+        ),
+    ),
+}
+PRETRAINED: dict[str, Any] = {
+    "local": LocalTraining(optimizer="adam", batch_size=64, epochs=2, eval_batch_size=512),
+    "rounds": {"rounds": 8, "extra_rounds": 4, "iterations": 3, "evaluate_local": False, "evaluate_every": 1000},
+    "schedules": list_schedules(3e-5, 1e-4, 3e-4),
+    "rows": PRETRAINED_ROWS,
+    "seeds": SEEDS[:5],
+}
+VGG16 = ModelConfig(encoder="vgg16", hidden_size=512, pretrained_weights=VGG16_WEIGHTS)
+RESNET18 = ModelConfig(encoder="resnet18", hidden_size=512, pretrained_weights=RESNET18_WEIGHTS, frozen_batch_norm=True)
+COLOR_SETUPS: Mapping[str, Setup] = {
+    **{
+        name: Setup(
+            **PRETRAINED, title=f"{name.upper()}, nine silos, VGG16", data=get_default_config(name), model=VGG16
+        )
+        for name in ("gtsrb", "cifar10", "cifar100")
+    },
+    "pacs": Setup(
+        **{**PRETRAINED, "local": replace(PRETRAINED["local"], batch_size=32)},
+        title="PACS, four domains as silos, ResNet18",
+        data=replace(get_default_config("pacs", "natural"), image_size=96),
+        model=RESNET18,
+    ),
+    "devices": Setup(
+        title="Digits of a scanner, of forms and of a tablet",
+        data=replace(get_default_config("folder"), path=DEVICES),
+        model=ModelConfig(width=16, hidden_size=128),
+        local=LocalTraining(optimizer="adam", batch_size=64, epochs=2, eval_batch_size=512),
+        rounds={"rounds": 10, "extra_rounds": 5, "iterations": 3, "evaluate_local": False, "evaluate_every": 1000},
+        schedules=list_schedules(1e-3, 3e-3, 1e-2),
+        rows={name: IMAGE_ROWS[name] for name in (FEDAVG, "FedBN", "FedAvg, fine-tuned", "Local-only", UEFL)},
+    ),
+}
