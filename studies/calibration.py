@@ -3,7 +3,9 @@
 `python -m studies.calibration run` trains UEFL, FedAvg, FedBN and local-only on real digits with a calibration part. It
 divides the held-out images of every silo 100 times at random into calibration and test images. Targets, set before the
 first run: the mean coverage is within one point of 90 %; the coverage of every silo in the first split is inside its
-99 % band, which is beta-binomial. It appends a record with the command to results/calibration.jsonl.
+99 % band, which is beta-binomial. The second target fails by chance in a table of many silos; the page says so, and
+has bands that hold for all silos of a table together. It appends a record with its command to
+results/calibration.jsonl.
 `python -m studies.calibration page` writes docs/calibration-study.md from the records.
 """
 
@@ -17,7 +19,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from scipy.stats import betabinom
+from scipy.stats import betabinom, norm
 from torch import Tensor
 
 from studies.after_training import (
@@ -63,10 +65,26 @@ def measure_split(scores: Tensor, y: Tensor, calibration: Tensor, test: Tensor) 
 
 
 def compute_band(n: int, m: int, coverage: float = COVERAGE, probability: float = BAND) -> tuple[int, int]:
-    """Return the numbers of m covered examples between which a calibration on n has this probability at least."""
+    """Return the numbers of m covered examples between which a calibration on n has this probability at least.
+
+    In a random split of any n + m examples without equal scores, the number is negative hypergeometric, which is
+    BetaBin(m, k, n + 1 − k) with k = ⌈(n + 1) coverage⌉: the law of one split of a fixed pool, whatever the pool is.
+    """
     rank = math.ceil((n + 1) * coverage - 1e-9)
     law = betabinom(m, rank, n + 1 - rank)
     return int(law.ppf((1 - probability) / 2)), int(law.ppf(1 - (1 - probability) / 2))
+
+
+def compute_mean_band(n: int, m: int, splits: int, probability: float) -> tuple[float, float]:
+    """Return the shares between which the mean coverage over random splits of one pool has this probability.
+
+    Given the pool, splits are independent, and their law above does not depend on the pool. So the mean has the
+    variance of one split divided by their number; it is close to normal for 100 of them.
+    """
+    rank = math.ceil((n + 1) * COVERAGE - 1e-9)
+    law = betabinom(m, rank, n + 1 - rank)
+    low, high = norm.interval(probability, law.mean(), law.std() / math.sqrt(splits))
+    return float(low) / m, float(high) / m
 
 
 def measure_silo(scores: Tensor, y: Tensor, n: int, key: int, num_splits: int) -> dict[str, Any]:
@@ -153,11 +171,19 @@ def render_page(records: Sequence[dict[str, Any]]) -> str:
         f"of {COVERAGE:.0%} and a risk of {RISK:.0%} with a confidence of 90 %. The held-out images of every silo are "
         f"divided at random into calibration and test images, {NUM_SPLITS} times. Targets, set before the first run: "
         f"mean coverage within {MAX_DEVIATION * 100:.0f} point of {COVERAGE:.0%}; in the first split, every silo "
-        f"inside its band of {BAND:.0%} (beta-binomial). By chance, one silo in a hundred is outside.",
+        f"inside its band of {BAND:.0%} (beta-binomial).",
+        "Each band holds for one silo and one split, so that the second target was not one for a whole table: of many "
+        "silos, some are outside by chance. The number of covered test images in a random split of a fixed pool is "
+        "negative hypergeometric, which is BetaBin(m, k, n + 1 − k), k = ⌈(n + 1) · 0.9⌉, for every pool without equal "
+        "scores. So splits of one pool are independent draws of this law; their mean has the mean k / (n + 1) and a "
+        f"variance {NUM_SPLITS} times smaller. Two criteria that follow from this were added after the first table was "
+        f"seen: bands for the first split, and for the mean over splits, that hold with {BAND:.0%} for all silos of a "
+        "table together (Bonferroni). Methods share the splits of a silo, which Bonferroni's rule allows.",
     ]
     for data, setup in SETUPS.items():
         if own := [record for record in records if record["data"] == data]:
-            parts += [f"## {setup.title}", render_summary(own), "### Silos", render_silos(own), render_commands(own)]
+            parts += [f"## {setup.title}", render_summary(own), describe_bands(own)]
+            parts += ["### Silos", render_silos(own), render_commands(own)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -184,6 +210,31 @@ def render_summary(records: Sequence[dict[str, Any]]) -> str:
             f"{_mean_or_dash(answered, 'share_above_risk')} |"
         )
     return "\n".join(lines)
+
+
+def describe_bands(records: Sequence[dict[str, Any]]) -> str:
+    """Describe in words how many silos are inside which band, and whether the splits have a bias."""
+    silos = [(silo, record["splits"]) for record in records for silo in record["silos"].values()]
+    joint = 1 - (1 - BAND) / len(silos)
+    first = mean_inside = 0
+    deviations = []
+    for silo, splits in silos:
+        n, m = silo["calibration"], silo["test"]
+        low, high = compute_band(n, m, probability=joint)
+        first += low <= round(silo["first_coverage"] * m) <= high
+        low_mean, high_mean = compute_mean_band(n, m, splits, joint)
+        mean_inside += low_mean <= silo["coverage"] <= high_mean
+        one_sd = compute_mean_band(n, m, splits, 2 * float(norm.cdf(1)) - 1)
+        deviations.append((silo["coverage"] - sum(one_sd) / 2) / ((one_sd[1] - one_sd[0]) / 2))
+    outside = sum(not silo["first_inside"] for silo, _ in silos)
+    chance = 1 - BAND ** len(silos)
+    return (
+        f"Of {len(silos)} silos, {outside} {'is' if outside == 1 else 'are'} outside the band of its own in the first "
+        f"split; if all were independent, at least one would be with a probability of {chance:.0%} at most. Inside the "
+        f"joint band of the first split: {first} of {len(silos)}. Inside the joint band of the mean over splits: "
+        f"{mean_inside} of {len(silos)}. The mean over splits deviates from its expectation by {mean(deviations):+.2f} "
+        f"standard deviations on average over silos, and by {max(map(abs, deviations)):.2f} at most."
+    )
 
 
 def _mean_or_dash(silos: Sequence[dict[str, Any]], name: str) -> str:

@@ -217,3 +217,26 @@ def test_stopped_rounds_resume_to_the_same_bits(hospitals, tmp_path) -> None:
     assert not have_equal_bits(
         one.select_silo("Cleveland").model_state, parent.models.select_silo("Cleveland").model_state
     )
+
+
+def test_every_later_command_takes_the_run_of_a_joined_silo(joined, hospitals, tmp_path) -> None:
+    folder, table = shutil.copytree(joined[0], tmp_path / "joined"), str(hospitals[1])
+    assert "hungary" in call_cli("calibrate", str(folder), "risk=0", "coverage=0.8").stdout
+    predicted = call_cli("predict", str(folder), table, "--silo", "hungary").stdout.splitlines()
+    assert predicted[0].endswith("prediction_set,abstain")
+    assert len(predicted) == 1 + 293
+    watched = call_cli("watch", str(folder), table, "--silo", "hungary")
+    assert "the 293 inputs" in watched.stdout
+    exported = call_cli("export", str(folder), str(tmp_path / "hungary.pt2"), "--silo", "hungary")
+    assert exported.code == 0, exported
+    assert (tmp_path / "hungary.pt2").exists()
+
+
+def test_a_moved_and_renamed_parent_gives_the_same_new_run(joined, hospitals, tmp_path) -> None:
+    run, table = hospitals
+    moved = shutil.copytree(run, tmp_path / "elsewhere" / "renamed")
+    answer = call_cli("join", str(moved), str(table), "epochs=2")
+    assert find_folder(answer.stdout).name == joined[0].name
+    other = call_cli("join", str(joined[0]), str(table), "epochs=2", "name=twin", "--out", str(tmp_path))
+    twice = call_cli("join", str(run), str(table), "epochs=2", "name=twin", "--out", str(tmp_path))
+    assert find_folder(other.stdout) != find_folder(twice.stdout), "another parent is another run"

@@ -1,8 +1,11 @@
 """The rule for the size of a codebook, with numbers computed by hand."""
 
+import random
+from statistics import median
+
 import pytest
 
-from uefl.core.codebook_size import choose_codebook_size
+from uefl.core.codebook_size import choose_codebook_size, select_middle_sizes
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,13 @@ def test_numbers_that_are_set_stay_and_segments_count_as_features():
     assert choose_codebook_size(16, 8, [400], num_codewords=7, segments=2) == (7, 2)
     assert choose_codebook_size(16, 8, [400], segments=2).num_codewords == 256  # 320
     assert choose_codebook_size(1, 8, [400], num_codewords=7) == (7, 4)
+
+
+def test_three_sizes_in_the_middle_give_one_more_silo_the_median_of_all():
+    rng = random.Random(0)
+    for num_silos in range(1, 9):
+        sizes = [rng.randrange(1, 100) for _ in range(num_silos)]
+        middle = select_middle_sizes([*sizes, 0])  # a silo without training examples does not count
+        assert len(middle) <= 3
+        for own in (1, 20, 50, 77, 200):
+            assert median([*middle, own]) == median([*sizes, own])

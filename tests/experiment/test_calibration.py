@@ -153,16 +153,42 @@ def test_held_out_examples_are_predictions_without_inputs(result, tmp_path):
     expected = torch.bincount(model.net.codebook.find_nearest(segments), minlength=counts.shape[1])
     assert torch.equal(counts[:5].sum(0).long(), expected)
     path = tmp_path / "held-out.safetensors"
-    save_held_out(path, result[0].models.held_out)
+    models = result[0].models
+    save_held_out(path, models, models.held_out)
     assert path.stat().st_size < 98 * (3 + counts.shape[1] + 10) * 8 + 4000, "a few numbers per example"
-    read = read_held_out(path)["silo 0"]
+    read = read_held_out(path, models)["silo 0"]
     assert (read.temperature, read.source) == (own.temperature, own.source)
     assert all(torch.equal(a, b) for a, b in zip(read.measurements, own.measurements, strict=True))
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(
         InputError, match=r"held-out\.safetensors is damaged .*; move it away to predict; a new calibration "
     ):
-        read_held_out(path)
+        read_held_out(path, models)
+
+
+def test_held_out_examples_of_another_model_are_refused(result, tmp_path):
+    trained, encoder = result
+    trained.save(tmp_path)
+    assert sorted(open_models(tmp_path, encoder).held_out) == sorted(SIZES)
+    state = dict(trained.models.model_state)
+    name = next(n for n, t in state.items() if t.is_floating_point() and t.numel())
+    changed = replace(trained.models, model_state={**state, name: state[name] + 1})
+    changed.save(RunFolder(tmp_path).model_path)
+    with pytest.raises(
+        InputError, match=r"^\S*held-out\.safetensors was measured with another model than the one beside it; move it "
+    ):
+        load(tmp_path, encoder=encoder)
+
+
+def test_prediction_sets_have_no_virtual_class():
+    """VHL has an output per virtual class; too few examples ask for all classes, which are the real ones."""
+    silos = make_silos()
+    trained = train(make_method("vhl"), silos, make_encoder(), num_classes=NUM_CLASSES, hidden_size=16)
+    assert trained.models.held_out["silo 2"].measurements.probabilities.shape[1] == 2 * NUM_CLASSES
+    predictions = trained.calibrate().model("silo 2").predict(silos[2].test.x)
+    assert all(own.tolist() == list(range(NUM_CLASSES)) for own in predictions.sets)
+    found = calibrate_silos(trained.models.held_out, CalibrationSettings(), NUM_CLASSES)["silo 2"]
+    assert found.mean_set_size == NUM_CLASSES
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,6 +1,7 @@
 """A silo that joins a finished run: nothing of the others moves, and its own parts are trained and stored."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ import uefl
 from uefl.algorithms import METHODS
 from uefl.algorithms.own_parts import JOINABLE_METHODS
 from uefl.core.errors import InputError
+from uefl.core.federation import Silo
 from uefl.core.local import LocalTraining
-from uefl.experiment.joining import LR_FACTORS, JoinResult, JoinSettings, Newcomer
+from uefl.engines.stacked.seed_stack import SeedStack
+from uefl.experiment.joining import LR_FACTORS, JoinResult, JoinSettings, Newcomer, join_silo
+from uefl.experiment.silo_models import SiloModels
 from uefl.experiment.train import TrainingResult
 
 NEWCOMER = make_striped_silo("bea", 24, 50, rotated=True)  # sorted, it stands between others
@@ -193,3 +197,40 @@ def test_mistakes_are_one_line(result) -> None:
         uefl.join(result.models.select_silo("ada"), NEWCOMER)
     with pytest.raises(InputError, match="head=both"):
         result.join(NEWCOMER, head="both")
+
+
+def test_a_joined_silo_is_calibrated_like_those_of_a_run(result, tmp_path) -> None:
+    with pytest.raises(InputError, match=r"^no silo has a calibration part; set calibration_fraction="):
+        result.join(FEW_VALIDATED, epochs=0).calibrate()
+    silo = replace(NEWCOMER, calibration=make_striped_silo("bea", 40, 51, rotated=True).train)
+    joined = result.join(silo, epochs=1, lr=(0.01,)).calibrate(coverage=0.8, risk=0.5)
+    predictions = joined.model().predict(silo.test.x)
+    assert len(predictions.sets) == len(predictions.abstain) == len(silo.test.y)
+    assert joined.models.description.silos["bea"].thresholds["coverage"] == 0.8
+    joined.save(tmp_path)
+    loaded = uefl.load(tmp_path, silo="bea", encoder=make_encoder()).predict(silo.test.x)
+    assert [own.tolist() for own in loaded.sets] == [own.tolist() for own in predictions.sets]
+
+
+@pytest.mark.parametrize("own", [{}, {"head": "own"}, {"batch_norm": "own"}], ids=str)
+def test_joins_in_one_stack_equal_joins_alone(result, own) -> None:
+    """Joins with other sizes and numbers of shared codewords; sums have another order in a stack."""
+    fewer = train_uefl(replace(SMALL_CODEBOOK, gate="learned", num_codewords=SMALL_CODEBOOK.num_codewords - 2))
+    settings = JoinSettings(epochs=2, lr=(1e-2, 1e-3), **own)
+    members = [(r.models, silo) for r in (result, fewer) for silo in (NEWCOMER, make_striped_silo("bea", 30, 7))]
+    assert len({int(models.access.all(0).sum()) for models, _ in members}) == 2
+    stack, stacked = SeedStack(), {}
+
+    def join_one(i: int, models: SiloModels, silo: Silo) -> None:
+        stacked[i] = join_silo(
+            models, silo, settings, make_clients=lambda silos, net: stack.open_clients(silos, net, 0)
+        )
+
+    stack.run([partial(join_one, i, *member) for i, member in enumerate(members)])
+    for i, (models, silo) in enumerate(members):
+        alone = join_silo(models, silo, settings)
+        assert stacked[i].lr == alone.lr
+        assert stacked[i].after["nll"] == pytest.approx(alone.after["nll"], rel=1e-3)
+        for name, tensor in {**alone.own.tensors, **alone.own.codewords}.items():
+            other = {**stacked[i].own.tensors, **stacked[i].own.codewords}[name]
+            torch.testing.assert_close(other, tensor, rtol=1e-2, atol=1e-4)

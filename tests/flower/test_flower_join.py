@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from uefl.cli.main import app
 from uefl.core.errors import InputError
+from uefl.experiment.join_folder import load_newcomer, open_parent
+from uefl.experiment.joining import JoinSettings, join_silo
 from uefl.experiment.loading import load, open_models
 from uefl.experiment.run_folder import RunFolder
 from uefl.flower.client import make_client_app
@@ -30,11 +33,13 @@ SETTINGS = (
 SHIFTS = {"north": "rotate:0", "south": "rotate:-50", "east": "rotate:90"}
 
 
-def make_grid(folder: Path, silos: list[str]) -> InProcessGrid:
+def make_grid(
+    folder: Path, silos: list[str], sizes: Mapping[str, int] | None = None, num_images: int = 60
+) -> InProcessGrid:
     """Nodes with folders of their own, as in a deployment."""
     nodes = {}
     for i, silo in enumerate(silos):
-        write_digits(folder / silo / "data", SHIFTS[silo], i, num_images=60)
+        write_digits(folder / silo / "data", SHIFTS[silo], i, num_images=(sizes or {}).get(silo, num_images))
         paths = {"data_path": str(folder / silo / "data"), "state_path": str(folder / silo / "state")}
         nodes[10 + i] = {"silo": silo, **paths}
     return InProcessGrid(make_client_app(), nodes)
@@ -84,6 +89,27 @@ def test_a_new_silo_joins_and_nothing_of_the_others_changes(finished):
     assert set(sent) <= {
         *("silo", "domain", "num_examples", "seconds", "num_codewords", "lr", "own_tensors", "evaluations", "versions"),
     }
+
+
+def test_the_automatic_number_of_codewords_counts_the_other_silos_as_in_one_process(tmp_path):
+    """The two silos of the run have ten times the images of the third, whose size alone gives another number."""
+    folder, root = tmp_path, tmp_path / "runs"
+    grid = make_grid(folder, ["north", "south", "east"], {"east": 60}, num_images=600)
+    east = grid.nodes.pop(12)
+    settings = SETTINGS.replace("num_codewords=8", "num_codewords=0")
+    fields = {"out": str(root), "data": "folder", "settings": settings, "num_silos": 2, "connect_timeout": 2.0}
+    run_server_app(grid, make_run_config(**fields))
+    run = Path(read_result(root).folder)
+    grid.nodes[12] = east
+    run_server_app(grid, make_run_config(**fields, join=run.name, join_silo="east", join_settings="epochs=1"))
+    child = RunFolder(Path(read_result(root).folder))
+    models, parent = open_models(run), open_parent(run)
+    silo = load_newcomer(parent, folder / "east/data", "east")
+    expected = join_silo(models, silo, JoinSettings(epochs=0)).num_codewords
+    alone = join_silo(models, silo, JoinSettings(epochs=0), other_sizes=[]).num_codewords
+    shared = int(models.access.all(0).sum())
+    assert child.read_summary()["last"]["silos"]["east"]["num_codewords"] == shared + expected
+    assert expected != alone
 
 
 def test_the_silo_s_own_copy_predicts_and_has_only_shared_codewords_and_its_own(finished):

@@ -84,7 +84,7 @@ def test_every_silo_calibrates_its_copy_with_examples_that_nothing_else_has_read
     for silo in load_data_once(experiment.data, experiment.seed)[0]:
         folder = RunFolder(find_copies(tmp_path)[silo.name].parent)
         assert stat.S_IMODE(folder.held_out_path.stat().st_mode) == 0o600
-        (own,) = read_held_out(folder.held_out_path).values()
+        (own,) = read_held_out(folder.held_out_path, open_models(folder.path)).values()
         assert torch.equal(own.labels, silo.calibration.y)
         assert own.measurements.probabilities.numpy() == pytest.approx(
             load(folder.path).predict(silo.calibration.x).probabilities

@@ -58,12 +58,29 @@ def test_a_perfectly_calibrated_silo_has_the_asked_coverage_and_band():
     assert np.mean((counts >= low) & (counts <= high)) == pytest.approx(0.99, abs=0.006)
 
 
+def test_the_band_of_one_split_and_of_their_mean_are_those_of_random_splits_of_one_pool():
+    """One fixed pool, divided 4000 times: the counts have the law of the band, and means of 100 that of the mean."""
+    rng, n, m = np.random.default_rng(0), 200, 800
+    scores = rng.exponential(size=n + m)  # any pool
+    orders = rng.permuted(np.tile(scores, (4000, 1)), axis=1)
+    counts = (orders[:, n:] <= np.sort(orders[:, :n], 1)[:, 180:181]).sum(1)
+    low, high = calibration.compute_band(n, m)
+    assert np.mean((counts >= low) & (counts <= high)) == pytest.approx(0.991, abs=0.006)  # 4 standard errors
+    assert counts.mean() / m == pytest.approx(181 / 201, abs=0.0015)  # 4 standard errors
+    means = counts.reshape(40, 100).mean(1) / m
+    low_mean, high_mean = calibration.compute_mean_band(n, m, 100, 0.99)
+    assert np.mean((means >= low_mean) & (means <= high_mean)) >= 0.9  # 36 of 40, at 39.6 expected
+    assert high_mean - low_mean < 0.125 * (high - low) / m * 1.2, "a tenth of the width of one split, roughly"
+
+
 def test_the_page_of_calibration_is_made_from_records_alone(trained, tmp_path):
     models, pools = trained["uefl"]
     silos = calibration.measure_method(models, pools, 30, 0, 5, "cpu")
     assert list(silos) == ["D1-1", "D2-1", "D3-1"]
     out = tmp_path / "records.jsonl"
-    after_training.write_record(out, "calibration", {"data": "digits", "method": "uefl", "seed": 0, "silos": silos})
+    after_training.write_record(
+        out, "calibration", {"data": "digits", "method": "uefl", "seed": 0, "splits": 5, "silos": silos}
+    )
     text = calibration.render_page(read_records(out))
     assert "| uefl | 1 |" in text
     assert "| uefl | 0 | D3-1 | 30 |" in text

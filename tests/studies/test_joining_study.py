@@ -85,6 +85,8 @@ def test_a_run_writes_every_way_once_and_the_page_has_them(tmp_path: Path, monke
 def test_stacks_and_parallel_processes_measure_what_single_tasks_measure(tmp_path: Path, monkeypatch) -> None:
     """Sums have another order in a stack, so that probabilities differ by rounding, and an accuracy by one example."""
     monkeypatch.setattr(joining, "COUNTS", (60,))
+    listed = joining.list_tasks
+    monkeypatch.setattr(joining, "list_tasks", lambda *a: (t for t in listed(*a) if t.silo in ("Cleveland", "Hungary")))
     alone, stacked = (
         {joining.make_key(record): record for record in run_tiny(tmp_path / name / "out.jsonl", name, workers)}
         for name, workers in (("serial", 1), ("stacked", 2))

@@ -88,7 +88,7 @@ def calibrate(
                     "leave the files out, or add --replace to use them instead"
                 )
             held_out[silo] = _hold_out_files(models, silo, paths, label_column, device)
-        found = calibrate_silos(_check_held_out(held_out, silo, run), settings)
+        found = calibrate_silos(_check_held_out(held_out, silo, run), settings, len(models.description.class_names))
         chosen = {name: own for name, own in found.items() if not silo or name == silo}
         old = read_calibrations(folder.calibration_path, models)
         if (changed := find_changes(old, chosen)) and not replace:
@@ -100,7 +100,7 @@ def calibrate(
         if paths:
             if silo in models.held_out:
                 keep_old_version(folder.held_out_path)
-            save_held_out(folder.held_out_path, held_out)
+            save_held_out(folder.held_out_path, models, held_out)
         if changed:
             typer.echo(f"the calibration before is kept as {keep_old_version(folder.calibration_path).name}")
         if old != {**old, **chosen}:

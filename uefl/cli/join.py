@@ -42,7 +42,8 @@ def join(
     The new silo gets codewords by K-means on its own features and trains only
     what is its own. No tensor of another silo and no shared tensor changes.
     PATH is read with the data settings of the run. The result is a new run
-    folder, for `uefl predict --silo`, `uefl show` and `uefl.load`.
+    folder, for `uefl predict --silo`, `calibrate`, `watch`, `export`, `show` and
+    `uefl.load`.
 
     \b
     Settings, as FIELD=VALUE:

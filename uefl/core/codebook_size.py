@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from statistics import median
 from typing import NamedTuple
 
@@ -36,3 +36,13 @@ def choose_codebook_size(
         share = median(trainable) * num_tokens * segments / FEATURES_PER_CODEWORD
         num_codewords = min(max(2 ** round(math.log2(share)), MIN_CODEWORDS), MAX_CODEWORDS)
     return CodebookSize(int(num_codewords), segments)
+
+
+def select_middle_sizes(num_examples: Iterable[int]) -> list[int]:
+    """Return the at most three sizes of silos that decide the median together with the size of one more silo.
+
+    A silo that joins over a network needs no more of the other silos for the rule above.
+    """
+    sizes = sorted(n for n in num_examples if n)
+    num_outer = max(0, (len(sizes) - 2) // 2)  # as many below as above the two or three in the middle
+    return sizes[num_outer : len(sizes) - num_outer]

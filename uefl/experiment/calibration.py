@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from uefl.core.abstention import ALL_ANSWERS, NO_ANSWER, choose_threshold, count_needed_answers
-from uefl.core.checksum import compute_checksum
 from uefl.core.conformal import (
     ALL_CLASSES,
     compute_pooled_quantile,
@@ -29,7 +28,7 @@ from uefl.core.field_rules import check_ranges, setting
 from uefl.core.temperature import scale_probabilities
 from uefl.experiment.files import write_text
 from uefl.experiment.held_out import HeldOut
-from uefl.experiment.silo_models import SiloModels
+from uefl.experiment.silo_models import SiloModels, compute_model_checksum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +72,33 @@ class SiloCalibration:
         return {name: getattr(self, name) for name in names}
 
 
-def calibrate_silos(held_out: Mapping[str, HeldOut], settings: CalibrationSettings) -> dict[str, SiloCalibration]:
-    """Calibrate every silo that has held-out examples, by itself or, with `pooling`, beside the others."""
+def calibrate_models(models: SiloModels, settings: CalibrationSettings) -> SiloModels:
+    """Return models that also give prediction sets and abstain, each by the calibration part of its silo."""
+    if not models.held_out:
+        raise InputError("no silo has a calibration part; set calibration_fraction=… in Silo.from_tensors")
+    num_classes = len(models.description.class_names)
+    return apply_calibrations(models, calibrate_silos(models.held_out, settings, num_classes))
+
+
+def calibrate_silos(
+    held_out: Mapping[str, HeldOut], settings: CalibrationSettings, num_classes: int | None = None
+) -> dict[str, SiloCalibration]:
+    """Calibrate every silo that has held-out examples, by itself or, with `pooling`, beside the others.
+
+    Sets have the first `num_classes` outputs; further ones are classes of virtual images (VHL), which none can have.
+    """
     scores = {name: _score_classes(own) for name, own in held_out.items()}
     counts = {name: count_scores_by_bin(_take_labels(scores[name], own)) for name, own in held_out.items()}
     calibrations = {}
     for name, own in held_out.items():
         others = torch.stack([torch.zeros_like(counts[name]), *(c for n, c in counts.items() if n != name)]).sum(0)
-        calibrations[name] = _calibrate_silo(own, scores[name], others, settings)
+        calibrations[name] = _calibrate_silo(own, scores[name], others, settings, num_classes)
     return calibrations
 
 
-def _calibrate_silo(own: HeldOut, scores: Tensor, others: Tensor, settings: CalibrationSettings) -> SiloCalibration:
+def _calibrate_silo(
+    own: HeldOut, scores: Tensor, others: Tensor, settings: CalibrationSettings, num_classes: int | None
+) -> SiloCalibration:
     n, label_scores = len(own.labels), _take_labels(scores, own)
     notes = []
     if settings.pooling:
@@ -111,7 +125,7 @@ def _calibrate_silo(own: HeldOut, scores: Tensor, others: Tensor, settings: Cali
         temperature=own.temperature,
         set_threshold=quantile,
         answer_threshold=threshold,
-        mean_set_size=float((scores <= quantile).sum(-1).double().mean()) if n else 0.0,
+        mean_set_size=float((scores[:, :num_classes] <= quantile).sum(-1).double().mean()) if n else 0.0,
         share_abstained=float((top >= threshold).double().mean()) if n else 0.0,
         notes=tuple(notes),
     )
@@ -131,12 +145,6 @@ def apply_calibrations(models: SiloModels, calibrations: Mapping[str, SiloCalibr
     for name, found in calibrations.items():
         silos[name] = replace(silos[name], temperature=found.temperature, thresholds=found.thresholds)
     return replace(models, description=replace(models.description, silos=silos))
-
-
-def compute_model_checksum(models: SiloModels) -> int:
-    """Return a number by which a calibration recognizes its model."""
-    personal = {f"{silo}/{name}": t for silo, tensors in models.personal_tensors.items() for name, t in tensors.items()}
-    return compute_checksum("", {**models.model_state, **personal})
 
 
 def write_calibrations(path: Path, models: SiloModels, calibrations: Mapping[str, SiloCalibration]) -> None:

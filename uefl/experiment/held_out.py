@@ -21,7 +21,7 @@ from uefl.core.federation import Silo, iterate_batch_slices
 from uefl.core.temperature import fit_temperature
 from uefl.data.readers.context import ReadContext
 from uefl.experiment.checkpoint import load_tensors, save_tensors
-from uefl.experiment.silo_models import SiloModels
+from uefl.experiment.silo_models import SiloModels, compute_model_checksum
 from uefl.experiment.trained_model import TrainedModel
 
 CALIBRATION_PART = "the calibration part of the run"
@@ -86,23 +86,25 @@ def hold_out(model: TrainedModel, silo: Silo) -> HeldOut:
     return HeldOut(silo.calibration.y.cpu(), measure_examples(model, silo.calibration.x.cpu()), temperature)
 
 
-def save_held_out(path: Path, held_out: Mapping[str, HeldOut]) -> None:
-    """Write the held-out examples of some silos in one step."""
+def save_held_out(path: Path, models: SiloModels, held_out: Mapping[str, HeldOut]) -> None:
+    """Write the held-out examples of some silos, and by which models they were measured, in one step."""
     tensors = {
         f"{silo_name}/{name}": tensor
         for silo_name, own in held_out.items()
         for name, tensor in zip(_TENSORS, (own.labels, *own.measurements), strict=True)
     }
     values = {name: {"temperature": own.temperature, "source": own.source} for name, own in held_out.items()}
-    save_tensors(path, tensors, {"silos": values})
+    save_tensors(path, tensors, {"model": compute_model_checksum(models), "silos": values})
 
 
-def read_held_out(path: Path) -> dict[str, HeldOut]:
-    """Read what `save_held_out` wrote; without a file, nothing. A damaged file is an `InputError`."""
+def read_held_out(path: Path, models: SiloModels) -> dict[str, HeldOut]:
+    """Read what these models gave; without a file, nothing. A damaged file, or one of others, is an `InputError`."""
     if not path.exists():
         return {}
     try:
         tensors, metadata = load_tensors(path)
+        if metadata["model"] != compute_model_checksum(models):
+            raise InputError(f"{path} was measured with another model than the one beside it")
         return {
             silo_name: HeldOut(own[0], Measurements(*own[1:]), float(values["temperature"]), str(values["source"]))
             for silo_name, values in metadata["silos"].items()

@@ -41,7 +41,7 @@ from uefl.experiment.run import (
     write_results,
 )
 from uefl.experiment.run_folder import JOINED, PARENT, RESULTS_VERSION_KEY, RunFolder
-from uefl.experiment.silo_models import SiloModels, count_labels
+from uefl.experiment.silo_models import SiloModels, compute_model_checksum, count_labels
 
 POOLED_ENTRIES = ("all_silos", "reliability")  # of a record; they would lack the new silo
 
@@ -58,6 +58,11 @@ class Parent:
     def experiment(self) -> Experiment:
         """The experiment of the run."""
         return Experiment.from_config(self.header["experiment"])
+
+    def identify(self) -> list[Any]:
+        """Return what the run is, wherever its folder lies: experiment, data, silos and the content of its model."""
+        values = (self.header["experiment"], self.header["fingerprint"], self.models.description.silo_names)
+        return [*values, compute_model_checksum(self.models)]
 
 
 def open_parent(path: Path) -> Parent:
@@ -181,7 +186,7 @@ def write_joined(
     """Write model, records, figure and header of the new run; the summary, which marks it as finished, comes last."""
     silo_name = header[JOINED][-1]["silo"]
     if models.held_out:
-        save_held_out(folder.held_out_path, models.held_out)
+        save_held_out(folder.held_out_path, models, models.held_out)
     models.save(folder.model_path)
     if calibrations := read_calibrations(parent.folder.calibration_path, parent.models):
         write_calibrations(folder.calibration_path, models, calibrations)  # the models of the other silos are as before
@@ -296,7 +301,7 @@ def add_to_server(
 
 def _make_name(parent: Parent, silo: Silo, settings: JoinSettings) -> str:
     """Return the name of the new folder: a hash of parent, settings and the new silo's data."""
-    values = [RESULTS_VERSION, parent.folder.path.resolve().name, asdict(settings), fingerprint_silos([silo])]
+    values = [RESULTS_VERSION, parent.identify(), asdict(settings), fingerprint_silos([silo])]
     run_id = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
     return f"{parent.header['experiment']['name']}-{parent.header['experiment']['data']['name']}-{run_id}"
 

@@ -45,10 +45,11 @@ def describe_uncertainty(models: SiloModels, silo_name: str, shared: Evaluation)
         return f"{found}; {ranges}"
     errors = _count_standard_errors(metrics, others[least])
     verdict = "is uncertain" if is_uncertain(models, silo_name, shared) else "is not uncertain"
+    needed = f" (at least {codebook.min_standard_errors:g} are needed)" if codebook.min_standard_errors else ""
     return (
         f"{found}; {ranges}. Threshold {threshold:.2f} (1 + γ = {1 + codebook.gamma:g} times the "
         f"{'least' if codebook.threshold_reference == 'min' else 'mean'}): {silo_name} {verdict}; its entropy differs "
-        f"from the least by {errors:.1f} standard errors (at least {codebook.min_standard_errors:g} are needed)"
+        f"from the least by {errors:.1f} standard errors{needed}"
     )
 
 

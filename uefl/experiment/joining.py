@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from uefl.core.federation import (
 from uefl.core.field_rules import check_ranges, setting
 from uefl.engines.choosing import check_device
 from uefl.engines.serial import SerialEngine, copy_into_network, move_examples
+from uefl.experiment.calibration import CalibrationSettings, calibrate_models
 from uefl.experiment.experiment import DTYPES
 from uefl.experiment.held_out import collect_held_out
 from uefl.experiment.settings import from_dict
@@ -108,6 +109,14 @@ class JoinResult:
         """Return the model of the silo that joined."""
         return self.models.build(self.silo_name)
 
+    def calibrate(self, *, coverage: float = 0.9, risk: float = 0.05, pooling: int = 0) -> JoinResult:
+        """Return this result with models that also give prediction sets and abstain, silo by silo.
+
+        Silos with a calibration part are calibrated: `Silo.from_tensors(…, calibration_fraction=0.2)`.
+        """
+        settings = CalibrationSettings(coverage=coverage, risk=risk, pooling=pooling)
+        return replace(self, models=calibrate_models(self.models, settings))
+
     def save(self, folder: str | Path) -> Path:
         """Write the models of all silos to a folder; an existing file is never overwritten."""
         return save_models(self.models, Path(folder))
@@ -145,11 +154,15 @@ def join_silo(
     device: str = "cpu",
     on_progress: OnProgress = lambda _activity, _done, _total: None,
     make_clients: MakeClients | None = None,
+    other_sizes: Sequence[int] | None = None,
 ) -> JoinResult:
-    """Let a silo join with `others=fixed`; `make_clients` makes its client, such as one of a stack of many joins."""
+    """Let a silo join with `others=fixed`; `make_clients` makes its client, such as one of a stack of many joins.
+
+    `other_sizes` are the training examples of the other silos, where the models do not know them.
+    """
     check_device(device)
     silo = check_newcomer(models, silo)
-    newcomer = Newcomer(models, silo, settings, device, make_clients)
+    newcomer = Newcomer(models, silo, settings, device, make_clients, other_sizes)
     on_progress("K-means", 0, 0)
     start = newcomer.start_own_parts()
     shared = newcomer.evaluate(newcomer.make_broadcast(newcomer.select_shared(start)))
@@ -205,6 +218,7 @@ class Newcomer:
         settings: JoinSettings,
         device: str,
         make_clients: MakeClients | None = None,
+        other_sizes: Sequence[int] | None = None,
     ) -> None:
         self.models, self.silo, self.settings = models, silo, settings
         description, self.method = models.description, models.method
@@ -227,6 +241,8 @@ class Newcomer:
         if not any(name.endswith(BATCH_NORM_STATISTICS) for name in self.own_names):
             freeze_batch_norm_statistics(net)
         train_codewords_by_task(net)
+        known_sizes = [facts.num_examples for facts in description.silos.values()]
+        self.other_sizes = known_sizes if other_sizes is None else list(other_sizes)
         self.shared_row = models.access.all(0)
         self.shared_state = gather_accessible_rows(models.model_state, self.shared_row)
         self.dtype = DTYPES[description.precision]
@@ -272,8 +288,7 @@ class Newcomer:
         names = [n for n in self.own_names if is_codeword_tensor(n)]
         if codebook is None or not names:
             return own
-        sizes = [facts.num_examples for facts in self.models.description.silos.values()]
-        v = codebook.choose_size(self.engine.net, [*sizes, len(self.silo.train.y)]).num_codewords
+        v = codebook.choose_size(self.engine.net, [*self.other_sizes, len(self.silo.train.y)]).num_codewords
         broadcast = self.make_broadcast(own)._replace(extras={"num_codewords": torch.tensor(v)})
         (reply,) = self._query("compute_centroids", broadcast, ("train",))
         answer, like = reply.answers.get("train", {}), torch.stack([self.shared_state[n][:0] for n in names])

@@ -40,7 +40,7 @@ def open_models(path: str | Path, encoder: nn.Module | None = None, method: FedA
     if file.name != RunFolder.MODEL_FILE:
         return models
     folder = RunFolder(file.parent)
-    models = replace(models, held_out=read_held_out(folder.held_out_path))
+    models = replace(models, held_out=read_held_out(folder.held_out_path, models))
     return apply_calibrations(models, read_calibrations(folder.calibration_path, models))
 
 

@@ -354,7 +354,7 @@ def write_results(
     run_records = records.read_records(folder.records_path)
     models = _collect_models(experiment, server, clients, context, run_records[-1])
     if held_out := collect_held_out(models, context.silos, context.device):
-        save_held_out(folder.held_out_path, held_out)
+        save_held_out(folder.held_out_path, models, held_out)
     models.save(folder.model_path)
     from uefl.experiment.figures import plot_curves  # matplotlib is slow to import, and only needed here
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
+from uefl.core.checksum import compute_checksum
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import ServerState, Tensors, gather_accessible_rows
 from uefl.data.input_format import InputFormat
@@ -288,6 +289,12 @@ def gather_personal_tensors(method: FedAvg, clients: Any, server: ServerState) -
         for name, tensors in clients.get_personal_tensors(method, broadcast).items()
         if name in broadcast.participants
     }
+
+
+def compute_model_checksum(models: SiloModels) -> int:
+    """Return a number by which files beside a model recognize it."""
+    personal = {f"{silo}/{name}": t for silo, tensors in models.personal_tensors.items() for name, t in tensors.items()}
+    return compute_checksum("", {**models.model_state, **personal})
 
 
 def count_labels(y: Tensor, num_classes: int) -> list[int]:

@@ -22,7 +22,7 @@ from uefl.data.input_format import describe_tensors
 from uefl.engines import ENGINES, IN_PROCESS_ENGINES
 from uefl.engines.choosing import check_device, choose_engine
 from uefl.engines.serial import SerialEngine
-from uefl.experiment.calibration import CalibrationSettings, apply_calibrations, calibrate_silos
+from uefl.experiment.calibration import CalibrationSettings, calibrate_models
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.files import write_text
 from uefl.experiment.held_out import collect_held_out
@@ -98,10 +98,7 @@ class TrainingResult:
         Silos need a calibration part: `Silo.from_tensors(…, calibration_fraction=0.2)`.
         """
         settings = CalibrationSettings(coverage=coverage, risk=risk, pooling=pooling)
-        if not self.models.held_out:
-            raise InputError("no silo has a calibration part; set calibration_fraction=… in Silo.from_tensors")
-        calibrations = calibrate_silos(self.models.held_out, settings)
-        return replace(self, models=apply_calibrations(self.models, calibrations))
+        return replace(self, models=calibrate_models(self.models, settings))
 
     def frame(self) -> DataFrame:
         """Return the metrics of every round and silo as a table of pandas: one row per round and silo."""

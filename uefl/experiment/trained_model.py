@@ -90,7 +90,7 @@ class TrainedModel:
         self.net = net.to(self.device, self.dtype).to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
         self.input_format, self.classes, self.method = input_format, tuple(classes), method
         self.silo_name, self.seed, self.round = silo_name, seed, round
-        self.label_counts = tuple(label_counts)
+        self.label_counts, self.num_classes = tuple(label_counts), len(models.description.class_names)
         self.temperature, self.thresholds = temperature, thresholds
         self._log_prior = self._compute_log_prior()
         self._models, self._noise_layers = models, salt_noise_layers(self.net)
@@ -203,11 +203,12 @@ class TrainedModel:
         if self.temperature is None or self.thresholds is None:
             return predictions
         scaled = scale_probabilities(p, self.temperature)
-        scores = compute_scores(scaled).cpu()
+        scores, set_threshold = compute_scores(scaled).cpu(), self.thresholds["set_threshold"]
         return replace(
             predictions,
             probabilities=scaled.cpu().numpy(),
-            sets=[row.nonzero()[:, 0].numpy() for row in scores <= self.thresholds["set_threshold"]],
+            # Further outputs are classes of virtual images (VHL): no input has one, so no set has one.
+            sets=[row.nonzero()[:, 0].numpy() for row in scores[:, : self.num_classes] <= set_threshold],
             abstain=(scores.min(-1).values >= self.thresholds["answer_threshold"]).numpy(),
         )
 
@@ -226,7 +227,7 @@ def save_models(models: SiloModels, folder: Path) -> Path:
     if models.held_out:
         from uefl.experiment.held_out import save_held_out  # it needs this module
 
-        save_held_out(RunFolder(folder).held_out_path, models.held_out)
+        save_held_out(RunFolder(folder).held_out_path, models, models.held_out)
     return path
 
 

@@ -51,7 +51,7 @@ class ClientStateStore:
         self._make_folders()
         held_out_path = self.folder / RunFolder.HELD_OUT_FILE
         if models.held_out:
-            save_held_out(held_out_path, models.held_out)
+            save_held_out(held_out_path, models, models.held_out)
             held_out_path.chmod(PRIVATE_FILE_MODE)
         models.save(self.model_path)
         self.model_path.chmod(PRIVATE_FILE_MODE)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from uefl.flower.client import Request
 
 JOIN_TASK = "join"  # the task of a message
+OTHER_SIZES = "middle_sizes"  # training examples of up to three other silos, for the size of the codebook
 VALIDATION = "validation"
 
 
@@ -40,7 +41,8 @@ def handle_join(request: Request, node_data: NodeData) -> RecordDict:
     if settings.others != "fixed":
         raise InputError(f"others={settings.others} needs the data of all silos in one place; over Flower, use fixed")
     silo = fit_to_federation(node_data, payload)
-    result = join_silo(_make_shared_models(request), silo, settings, device=request.device)
+    sizes = [int(size) for size in payload[OTHER_SIZES]]
+    result = join_silo(_make_shared_models(request), silo, settings, device=request.device, other_sizes=sizes)
     store = ClientStateStore(request.state_folder, str(payload["run_id"]), silo.name)
     store.write_model(result.models.select_silo(silo.name))
     return pack_content(

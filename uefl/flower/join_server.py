@@ -17,6 +17,7 @@ from flwr.serverapp import Grid
 from rich.console import Console
 
 from uefl.algorithms.own_parts import require_joinable
+from uefl.core.codebook_size import select_middle_sizes
 from uefl.core.errors import InputError, ResumableError
 from uefl.core.federation import gather_accessible_rows
 from uefl.core.untrusted_text import is_plain_text
@@ -27,7 +28,7 @@ from uefl.experiment.join_report import describe_uncertainty, is_uncertain, make
 from uefl.experiment.joining import JoinSettings
 from uefl.experiment.run_folder import RunFolder
 from uefl.experiment.settings import override_settings
-from uefl.flower.join_client import JOIN_TASK, VALIDATION
+from uefl.flower.join_client import JOIN_TASK, OTHER_SIZES, VALIDATION
 from uefl.flower.poll_delay import PollDelay
 from uefl.flower.silo_registry import MAX_NAME_LENGTH, RoundPolicy, SiloListener, SiloRegistry
 from uefl.flower.wire import make_message, read_reply_payload, reject_unreadable
@@ -74,7 +75,7 @@ def serve_join(
 
 def make_join_id(parent: Parent, settings: JoinSettings) -> str:
     """Return the id of the new run, by which the silo stores its model; it is hexadecimal, as every run id."""
-    values = [RESULTS_VERSION, parent.folder.path.resolve().name, asdict(settings)]
+    values = [RESULTS_VERSION, parent.identify(), asdict(settings)]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -95,6 +96,7 @@ def exchange_join(registry: SiloRegistry, parent: Parent, settings: JoinSettings
             "image_shape": list(models.description.input_format.shape),
             "experiment": registry.experiment,
             "join": asdict(settings),
+            OTHER_SIZES: select_middle_sizes(facts.num_examples for facts in models.description.silos.values()),
             **({"table": table} if (table := models.description.input_format.table) else {}),
         },
         nodes[name],
