@@ -125,8 +125,7 @@ def test_a_silos_copy_carries_its_own_numbers_and_nobody_elses(result, tmp_path)
     predictions = copy.predict(x)
     assert predictions.abstain.tolist() == expected.abstain.tolist()
     assert [s.tolist() for s in predictions.sets] == [s.tolist() for s in expected.sets]
-    held_out = read_held_out(RunFolder(tmp_path / "copy").held_out_path)
-    assert list(held_out) == ["silo 1"]
+    assert list(open_models(tmp_path / "copy", encoder=encoder).held_out) == ["silo 1"]
     for path in (tmp_path / "copy").iterdir():
         names = set(re.findall(rb"silo \d", path.read_bytes()))
         assert names == {b"silo 1"}, path
