@@ -48,10 +48,11 @@ def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
     _write_figure(figure, path)
 
 
-def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
+def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path, title: str = "") -> None:
     """Plot every silo's accuracy, the last decision on new codewords, and how reliable probabilities are."""
     figure = Figure(figsize=(16, 4.5))
-    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.28, top=0.91, wspace=0.18)
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.28, top=0.85 if title else 0.91, wspace=0.18)
+    figure.suptitle(title, fontsize=11)
     bars, decision, reliability = figure.subplots(1, 3)
     silo_names = sorted({silo for records in runs.values() for silo in records[-1]["silos"]})
     for i, (name, records) in enumerate(runs.items()):
