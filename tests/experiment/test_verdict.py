@@ -35,7 +35,7 @@ def make_decision(*uncertain_silos: str, test: str = "permutation", **entropy: f
 
 
 REFERENCE = [0.5, 0.6, 0.7]
-ACCURACY = "accuracy +1.0 (+1.0 to +1.0) points; 95 % intervals over 3 seeds."
+ACCURACY = "of accuracy +1.0 (+1.0 to +1.0) points; 95 % intervals over 3 seeds."
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,18 @@ ACCURACY = "accuracy +1.0 (+1.0 to +1.0) points; 95 % intervals over 3 seeds."
     [  # the half width of the interval of −0.1 ± 0.01 is 4.303 · 0.01 / √3
         (
             [-0.09, -0.1, -0.11],
-            "uefl is ahead of fedavg, the best other method by validation: NLL −0.100 (−0.125 to −0.075), lower is "
-            f"better; {ACCURACY}",
+            "By NLL, uefl is ahead of fedavg, the best other method by validation: "
+            f"difference −0.100 (−0.125 to −0.075), lower is better; {ACCURACY}",
         ),
         (
             [0.09, 0.1, 0.11],
-            "uefl is behind fedavg, the best other method by validation: NLL +0.100 (+0.075 to +0.125), lower is "
-            f"better; {ACCURACY}",
+            "By NLL, uefl is behind fedavg, the best other method by validation: "
+            f"difference +0.100 (+0.075 to +0.125), lower is better; {ACCURACY}",
         ),
         (
             [-0.01, -0.1, -0.19],
-            "No difference between uefl and fedavg, the best other method by validation, can be shown: NLL −0.100 "
-            f"(−0.324 to +0.124), lower is better; {ACCURACY}",
+            "By NLL, no difference between uefl and fedavg, the best other method by validation, can be shown: "
+            f"difference −0.100 (−0.324 to +0.124), lower is better; {ACCURACY}",
         ),
     ],
 )
@@ -67,11 +67,11 @@ def test_a_verdict_is_one_sentence_that_claims_no_more_than_its_interval(
 
 def test_folds_share_training_rows_so_that_less_can_be_claimed() -> None:
     nll = {"fedavg": REFERENCE, "uefl": [r + d for r, d in zip(REFERENCE, (-0.06, -0.1, -0.14))]}
-    assert describe_verdict(make_records(nll), "uefl", "folds").startswith("uefl is ahead")
+    assert describe_verdict(make_records(nll), "uefl", "folds").startswith("By NLL, uefl is ahead")
     # 4.303 · √(1/3 + 1/4) · 0.04 = 0.131
     verdict = describe_verdict(make_records(nll), "uefl", "folds", test_to_train=0.25)
-    assert verdict.startswith("No difference")
-    assert "NLL −0.100 (−0.231 to +0.031)" in verdict
+    assert verdict.startswith("By NLL, no difference")
+    assert "difference −0.100 (−0.231 to +0.031)" in verdict
 
 
 def test_a_single_run_has_no_interval_and_claims_nothing() -> None:
@@ -93,7 +93,7 @@ def test_the_rival_is_chosen_by_validation_and_not_by_test_examples() -> None:
 def test_runs_are_paired_by_seed_in_any_order_of_the_records() -> None:
     records = make_records({"fedavg": REFERENCE, "uefl": [r - 0.1 for r in REFERENCE]})
     shuffled = [records[i] for i in (2, 4, 0, 3, 1, 5)]
-    assert "NLL −0.100 (−0.100 to −0.100)" in describe_verdict(shuffled, "uefl", "seeds")
+    assert "difference −0.100 (−0.100 to −0.100)" in describe_verdict(shuffled, "uefl", "seeds")
 
 
 def test_uncertain_silos_are_named_with_their_entropy_and_the_threshold() -> None:

@@ -16,8 +16,8 @@ _HEART = f"heart validation_fraction=0.2 logit_adjustment=local {_FASTER}"
 _LOGISTIC = "encoder=identity hidden_size=0 dropout=0 feature_norm=none local.lr=0.03 weight_decay=3"
 _DROPOUT = "dropout=0.5 weight_decay=0.1"
 _DIGITS = (
-    "mnist5k num_silos=3,1,1 image_size=14 train_per_silo=600 test_per_silo=400 validation_fraction=0.25 rounds=10 "
-    f"extra_rounds=8 iterations=2 epochs=1 {_FASTER}"
+    "mnist5k num_silos=3,1,1 image_size=14 train_per_silo=600 test_per_silo=400 validation_fraction=0.25 rounds=7 "
+    f"extra_rounds=5 iterations=2 epochs=1 schedule=cosine {_FASTER}"
 )
 NUM_FOLDS = 5
 

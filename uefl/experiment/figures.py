@@ -63,9 +63,10 @@ def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path, title: str = ""
         _plot_reliability(reliability, name, records[-1].get("reliability", []), f"C{i}")
     for axes in (bars, decision):
         axes.set_xticks(range(len(silo_names)), silo_names, rotation=40, ha="right", fontsize=8)
+        axes.set_xlim(-0.6, len(silo_names) - 0.4)
     bars.set_title("test accuracy of every silo (higher is better)", fontsize=10)
     bars.set_ylim(_choose_lower_end(runs), 1)
-    decision.set_title("last decision: validation entropy ± standard error; line: threshold", fontsize=10)
+    decision.set_title("last decision: entropy e_k ± standard error; line: threshold; ◆: uncertain", fontsize=10)
     decision.set_ylabel("nats")
     reliability.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
     reliability.set_title("reliability: above the dotted line is too cautious", fontsize=10)

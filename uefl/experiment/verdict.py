@@ -38,9 +38,8 @@ def describe_verdict(records: Sequence[Record], method: str, unit: str, test_to_
     nll_difference = compare_methods(records, method, rival, "nll", test_to_train)
     points = compare_methods(records, method, rival, "accuracy", test_to_train, scale=100)
     return (
-        f"{_describe_outcome(nll_difference, method, named)}: "
-        f"NLL {format_difference(nll_difference, 3)}, lower is better; "
-        f"accuracy {format_difference(points, 1)} points; 95 % intervals over {count} {unit}."
+        f"{_describe_outcome(nll_difference, method, named)}: difference {format_difference(nll_difference, 3)}, lower "
+        f"is better; of accuracy {format_difference(points, 1)} points; 95 % intervals over {count} {unit}."
     )
 
 
@@ -54,10 +53,10 @@ def compare_methods(
 
 def _describe_outcome(nll: Difference, method: str, rival: str) -> str:
     if nll.high < 0:
-        return f"{method} is ahead of {rival}"
+        return f"By NLL, {method} is ahead of {rival}"
     if nll.low > 0:
-        return f"{method} is behind {rival}"
-    return f"No difference between {method} and {rival}, can be shown"
+        return f"By NLL, {method} is behind {rival}"
+    return f"By NLL, no difference between {method} and {rival}, can be shown"
 
 
 def format_difference(difference: Difference, digits: int) -> str:
