@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import call_cli
+from harness import call_cli, call_with_mistake
 
 from uefl.data import SOURCES
 from uefl.experiment.demo_comparisons import COMPARISONS, DIGITS, HOSPITALS
@@ -65,7 +65,10 @@ def test_the_command_runs_both_comparisons_and_says_where_the_pictures_are(
     assert all(Path(picture).exists() for picture in pictures)
     assert answer.stdout.count("the best other method by validation") == 2
     assert all(hospital in answer.stdout for hospital in ("Cleveland", "Hungary", "Switzerland", "VA Long Beach"))
-    assert call_cli("demo", "--workers", "-1").code == 2
+
+
+def test_a_negative_number_of_workers_is_one_line() -> None:
+    assert call_with_mistake("demo", "--workers", "-1") == "workers=-1 must be at least 0"
 
 
 @pytest.mark.real

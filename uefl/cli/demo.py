@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     out: OutputOption = Path("runs"),
-    workers: Annotated[int, typer.Option(min=0, help="Number of parallel runs; 0 means one per core.")] = 0,
+    workers: Annotated[int, typer.Option(help="Number of parallel runs; 0 means one per core.")] = 0,
 ) -> None:
     """Compare UEFL with simpler methods on four hospitals and on digits, in two minutes on two cores.
 

@@ -23,6 +23,8 @@ MAX_CUDA_WORKERS = 4  # more processes compete for one GPU: each has its own con
 
 def choose_workers(workers: int, num_runs: int, device: str) -> int:
     """Return the number of parallel processes; 0 chooses one per core, on CUDA at most a few."""
+    if workers < 0:
+        raise InputError(f"workers={workers} must be at least 0")
     if workers:
         return workers
     limit = MAX_CUDA_WORKERS if device.startswith("cuda") else num_runs

@@ -56,17 +56,21 @@ def compare_repeats(comparison: Comparison, out: Path, workers: int, console: Co
         describe_uncertain_silos(records, METHOD, comparison.unit),
     ]
     console.print(make_repeats_table(records, METHOD, comparison.test_to_train))
-    for sentence in sentences:
-        console.print(sentence, soft_wrap=True, markup=False)
+    for sentence, style in zip(sentences, ("bold", "")):
+        console.print(sentence, style=style, soft_wrap=True, markup=False)
     folder = create_comparison_folder({str(key): path for key, path in folders.items()}, out)
-    figure = folder / RunFolder.SILOS_FIGURE_FILE
+    figure, records_path = folder / RunFolder.SILOS_FIGURE_FILE, folder / REPEATS_FILE
     _draw_silos(comparison, folders, figure)
-    write_text(folder / REPEATS_FILE, "".join(json.dumps(record) + "\n" for record in records))
+    write_text(records_path, "".join(json.dumps(record) + "\n" for record in records))
+    write_text(folder / VERDICT_FILE, _format_verdict(comparison, records, sentences))
+    console.print(f"picture: {figure}\nrecords: {records_path}", soft_wrap=True, markup=False)
+
+
+def _format_verdict(comparison: Comparison, records: Sequence[Record], sentences: Sequence[str]) -> str:
+    """Format table and sentences in Markdown, with the commands of the first runs."""
     commands = "\n".join(f"uefl run {text} {comparison.repeats[0]}" for text in comparison.arguments.values())
     table = format_repeats_table(records, METHOD, comparison.test_to_train)
-    text = "\n\n".join([f"# {comparison.title}", table, *sentences, f"First runs:\n\n```\n{commands}\n```\n"])
-    write_text(folder / VERDICT_FILE, text)
-    console.print(f"picture: {figure}\nrecords: {folder / REPEATS_FILE}", soft_wrap=True, markup=False)
+    return "\n\n".join([f"# {comparison.title}", table, *sentences, f"First runs:\n\n```\n{commands}\n```\n"])
 
 
 def run_repeats(comparison: Comparison, out: Path, workers: int, console: Console) -> dict[tuple[str, str], Path]:
