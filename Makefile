@@ -1,4 +1,4 @@
-# make demo   sets up and runs the main job on embedded data
+# make demo   sets up and runs two comparisons on embedded data, in two minutes on two cores
 # make deploy-demo   three silos on this machine, over TLS, on Flower
 # make bench NAME=kmeans   measures one thing beside its peers, see benchmarks/README.md
 # make test   sets up, lints, type-checks and tests; .ci/run calls it
@@ -22,9 +22,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 	$(PIP) -e '.[dev,flower,onnx]'
 	touch $@
 
-# FedAvg with layer norm: over three seeds the better one by validation (README); `uefl compare` runs both.
 demo: .venv/demo
-	$(BIN)/uefl compare feature_norm=layer
+	$(BIN)/uefl demo
 
 deploy-demo: .venv/ready
 	$(BIN)/uefl deploy demo runs/deploy-demo-$$(date +%Y%m%d-%H%M%S)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from studies.methods.runner import RunRecord, StudyRun
 from studies.rivals.runner import Choice, Files, list_final_runs, list_trials, read_frozen
 from studies.rivals.setups import SETUPS
-from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
+from studies.rivals.statistics import adjust_holm, compare_folds, compare_seeds
 from studies.rivals.trials import FEDAVG, UEFL, Schedule, Setup
+from uefl.core.paired_difference import Difference
 from uefl.experiment.records import read_records
 
 NOTES = Path(__file__).with_name("notes.md")

@@ -154,10 +154,10 @@ def test_help_explains_every_argument() -> None:
 
 
 def test_help_and_list_name_every_command_method_and_encoder() -> None:
-    commands = ("run", "compare", "list", "show", "data", "deploy")
+    commands = ("demo", "run", "compare", "list", "show", "data", "deploy")
     overview = uefl("--help").stdout
     assert all(name in overview for name in commands)
-    assert all("Example" in uefl(name, "--help").stdout for name in ("run", "compare", "list", "show"))
+    assert all("Example" in uefl(name, "--help").stdout for name in ("demo", "run", "compare", "list", "show"))
     everything = uefl("list").stdout
     names = ("uefl", "fedavg", "vq-fedavg", "mnist5k", "folder", "leave-one-domain-out", "vgg16-bn", "stacked")
     assert all(name in everything for name in names)

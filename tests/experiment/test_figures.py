@@ -41,6 +41,14 @@ def test_bars_decision_and_reliability_are_those_of_the_records(drawn: list[Figu
     centers = [line.get_ydata()[0] for line in decision.lines if line.get_marker() in ("o", "D")]
     assert centers == pytest.approx([last["silos"][silo]["validation"]["entropy"] for silo in silos])
     assert [line.get_label() for line in reliability.lines[:2]] == ["fedavg", "uefl"]
+    assert bars.get_xlim() == decision.get_xlim(), "a silo stands at the same place in both"
+    uncertain = [line.get_marker() == "D" for line in decision.lines if line.get_marker() in ("o", "D")]
+    assert uncertain == [last["silos"][silo]["is_uncertain"] for silo in silos]
+
+
+def test_a_figure_of_several_folds_says_so(drawn: list[Figure], tmp_path: Path) -> None:
+    plot_silos({"fedavg": run_records("fedavg")}, tmp_path / "silos.png", title="5 folds")
+    assert drawn[0].get_suptitle() == "5 folds"
 
 
 def test_reliability_counts_the_test_examples_of_all_silos() -> None:

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from harness import TINY_SETTINGS
+from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK
 
 from uefl.core.errors import InputError, ResumableError
 from uefl.experiment import parallel_runs
@@ -53,3 +53,19 @@ def test_an_input_error_of_a_process_stays_one(tmp_path):
     (experiment,) = parse_experiments(["fedavg", "folder", f"path={tmp_path}/none"], [], "default").values()
     with pytest.raises(InputError, match="none"):
         run_in_parallel({"fedavg": experiment}, tmp_path, workers=1, on_event=lambda _name, _event: None)
+
+
+def test_a_process_takes_one_run_after_another(tmp_path, monkeypatch):
+    """Importing torch again for every run would take longer than short runs."""
+    started, start_worker = [], parallel_runs._start_worker
+    monkeypatch.setattr(parallel_runs, "_start_worker", lambda *a: started.append(start_worker(*a)) or started[-1])
+    experiments = {
+        f"seed {seed}": next(
+            iter(parse_experiments(["fedavg", *TINY_SETTINGS_NO_CODEBOOK, f"seed={seed}"], [], "default").values())
+        )
+        for seed in range(3)
+    }
+    folders = run_in_parallel(experiments, tmp_path, workers=1, on_event=lambda _name, _event: None)
+    assert [RunFolder(folder).read_summary()["seed"] for folder in folders.values()] == [0, 1, 2]
+    assert len(started) == 1
+    assert not started[0].process.is_alive(), "no process is left"

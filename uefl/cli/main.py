@@ -26,6 +26,7 @@ Each silo measures the model's uncertainty on its own data; silos with
 unusually high uncertainty receive additional codewords.
 
 \b
+  uefl demo                        four hospitals and digits, in two minutes
   uefl compare                     FedAvg and UEFL on embedded digits
   uefl run                         UEFL alone on the same digits
   uefl run uefl mnist gamma=0.2    another data set, one setting changed
@@ -97,7 +98,9 @@ def main() -> None:
 
 
 def _describe_interrupt() -> str:
-    resumes = sys.argv[1:2] in (["run"], ["compare"]) or (sys.argv[1:2] == ["join"] and "others=train" in sys.argv)
+    resumes = sys.argv[1:2] in (["run"], ["compare"], ["demo"]) or (
+        sys.argv[1:2] == ["join"] and "others=train" in sys.argv
+    )
     return "stopped; the same command resumes after the last completed round" if resumes else "stopped"
 
 

@@ -30,14 +30,14 @@ def show(folders: Annotated[list[Path], typer.Argument(help="Folders of runs or 
     """
     from rich.console import Console
 
+    from uefl.experiment.repeats import VERDICT_FILE
     from uefl.experiment.report import print_runs
     from uefl.experiment.seeds import SEEDS_TABLE_FILE
     from uefl.experiment.targets import TARGETS_TABLE_FILE
 
     console, paths = Console(), list_compared_runs(folders)
-    tables = {
-        path: path / name for path in paths for name in (SEEDS_TABLE_FILE, TARGETS_TABLE_FILE) if (path / name).exists()
-    }
+    names = (SEEDS_TABLE_FILE, TARGETS_TABLE_FILE, VERDICT_FILE)
+    tables = {path: path / name for path in paths for name in names if (path / name).exists()}
     for table in tables.values():
         console.print(table.read_text(), markup=False, soft_wrap=True)
     finished, states = sort_runs([path for path in paths if path not in tables])

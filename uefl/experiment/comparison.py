@@ -61,15 +61,13 @@ def run_experiments(
     check_device(device)
     if threads < 1:
         raise InputError(f"threads={threads} must be at least 1")
-    if workers < 0:
-        raise InputError(f"workers={workers} must be at least 0")
+    workers = choose_workers(workers, len(experiments), device)
     torch.set_num_threads(threads)
     with ProgressDisplay(console) as display:
         if len(experiments) == 1:
             name, experiment = next(iter(experiments.items()))
             on_event = partial(display.on_event, name)
             return {name: run(experiment, out, device=device, engine=engine, on_event=on_event)}
-        workers = choose_workers(workers, len(experiments), device)
         return run_in_parallel(
             experiments, out, workers=workers, device=device, engine=engine, on_event=display.on_event
         )

@@ -48,10 +48,11 @@ def plot_curves(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
     _write_figure(figure, path)
 
 
-def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
+def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path, title: str = "") -> None:
     """Plot every silo's accuracy, the last decision on new codewords, and how reliable probabilities are."""
     figure = Figure(figsize=(16, 4.5))
-    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.28, top=0.91, wspace=0.18)
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.28, top=0.85 if title else 0.91, wspace=0.18)
+    figure.suptitle(title, fontsize=11)
     bars, decision, reliability = figure.subplots(1, 3)
     silo_names = sorted({silo for records in runs.values() for silo in records[-1]["silos"]})
     for i, (name, records) in enumerate(runs.items()):
@@ -62,9 +63,10 @@ def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path) -> None:
         _plot_reliability(reliability, name, records[-1].get("reliability", []), f"C{i}")
     for axes in (bars, decision):
         axes.set_xticks(range(len(silo_names)), silo_names, rotation=40, ha="right", fontsize=8)
+        axes.set_xlim(-0.6, len(silo_names) - 0.4)
     bars.set_title("test accuracy of every silo (higher is better)", fontsize=10)
     bars.set_ylim(_choose_lower_end(runs), 1)
-    decision.set_title("last decision: validation entropy ± standard error; line: threshold", fontsize=10)
+    decision.set_title("last decision: entropy e_k ± standard error; line: threshold; ◆: uncertain", fontsize=10)
     decision.set_ylabel("nats")
     reliability.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
     reliability.set_title("reliability: above the dotted line is too cautious", fontsize=10)

@@ -1,4 +1,4 @@
-"""Run several experiments in parallel, one process per run, or on CUDA per method with all its seeds."""
+"""Run several experiments in parallel: a process takes one run after another, on CUDA one method with all its seeds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,10 +23,19 @@ MAX_CUDA_WORKERS = 4  # more processes compete for one GPU: each has its own con
 
 def choose_workers(workers: int, num_runs: int, device: str) -> int:
     """Return the number of parallel processes; 0 chooses one per core, on CUDA at most a few."""
+    if workers < 0:
+        raise InputError(f"workers={workers} must be at least 0")
     if workers:
         return workers
     limit = MAX_CUDA_WORKERS if device.startswith("cuda") else num_runs
     return max(1, min(num_runs, os.cpu_count() or 1, limit))
+
+
+class Worker(NamedTuple):
+    """A process, and the end of the pipe through which it receives runs."""
+
+    process: Any
+    tasks: Any
 
 
 def run_in_parallel(
@@ -43,39 +52,48 @@ def run_in_parallel(
     events: Any = context.Queue()
     on_cuda = device.startswith("cuda")
     groups = group_runs(experiments) if on_cuda else [{n: e} for n, e in experiments.items()]
-    waiting, running = [(next(iter(group)), group) for group in groups], dict[str, Any]()
+    waiting, running = [(next(iter(group)), group) for group in groups], dict[str, Worker]()
+    idle: list[Worker] = []  # processes are reused: importing torch takes as long as some runs
     folders: dict[str, Path] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 name, group = waiting.pop(0)
                 resources = (device, engine, torch.get_num_threads())
-                process = context.Process(target=_run_worker, args=(name, group, root, resources, events))
-                process.start()
-                running[name] = process
+                idle = [worker for worker in idle if worker.process.is_alive()]
+                running[name] = idle.pop() if idle else _start_worker(context, root, resources, events)
+                running[name].tasks.send((name, group))
             name, event = _next_event(events, running)
             if event["kind"] == "failed":
                 raise event["error_class"](event["message"])
             if event["kind"] == "done":
                 folders |= event["folders"]
-                running.pop(name).join()
+                idle.append(running.pop(name))
             else:
                 on_event(name, event)
     finally:
-        for process in running.values():
-            process.terminate()
-            process.join()
+        for worker in (*running.values(), *idle):
+            worker.process.terminate()
+            worker.process.join()
     return {name: folders[name] for name in experiments}
 
 
-def _next_event(events: Any, running: Mapping[str, Any]) -> tuple[str, Event]:
+def _start_worker(context: Any, root: Path, resources: tuple[str, str, int], events: Any) -> Worker:
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run_worker, args=(receiver, root, resources, events))
+    process.start()
+    receiver.close()  # the process has the other copy
+    return Worker(process, sender)
+
+
+def _next_event(events: Any, running: Mapping[str, Worker]) -> tuple[str, Event]:
     """Wait for the next event; a process that ended without one counts as failed."""
     while True:
         try:
             event: tuple[str, Event] = events.get(timeout=1.0)
             return event
         except queue.Empty:
-            for name, process in running.items():
+            for name, (process, _) in running.items():
                 if process.exitcode is not None and events.empty():
                     return name, _make_failure(
                         f"the process of {name} ended with exit code {process.exitcode}; run the same command again to "
@@ -84,9 +102,8 @@ def _next_event(events: Any, running: Mapping[str, Any]) -> tuple[str, Event]:
                     )
 
 
-def _run_worker(
-    first_name: str, group: Mapping[str, Experiment], root: Path, resources: tuple[str, str, int], events: Any
-) -> None:
+def _run_worker(tasks: Any, root: Path, resources: tuple[str, str, int], events: Any) -> None:
+    """Run what the parent sends, until it terminates this process."""
     device, engine, threads = resources
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C and terminates this process
     torch.set_num_threads(threads)
@@ -97,13 +114,18 @@ def _run_worker(
             os._exit(1)  # the parent has died; the last checkpoint is complete
         events.put((name, event))
 
-    try:
-        folders = run_group(group, root, device=device, engine=engine, on_event=send_event)
-        events.put((first_name, {"kind": "done", "folders": folders}))
-    except (InputError, ResumableError) as e:
-        events.put((first_name, _make_failure(str(e), type(e))))
-    except Exception:  # the parent reports every failure
-        events.put((first_name, _make_failure(f"{', '.join(group)}: {traceback.format_exc()}")))
+    while True:
+        try:
+            first_name, group = tasks.recv()
+        except EOFError:
+            return  # the parent has died
+        try:
+            folders = run_group(group, root, device=device, engine=engine, on_event=send_event)
+            events.put((first_name, {"kind": "done", "folders": folders}))
+        except (InputError, ResumableError) as e:
+            events.put((first_name, _make_failure(str(e), type(e))))
+        except Exception:  # the parent reports every failure
+            events.put((first_name, _make_failure(f"{', '.join(group)}: {traceback.format_exc()}")))
 
 
 def _make_failure(message: str, error_class: type[Exception] = RuntimeError) -> Event:

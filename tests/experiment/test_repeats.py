@@ -1,0 +1,102 @@
+"""A comparison over seeds runs all methods, prints one table and one verdict, and saves picture and records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, call_cli
+from rich.console import Console
+
+from uefl.experiment.repeats import Comparison, compare_repeats, merge_repeats
+from uefl.experiment.repeats_table import format_repeats_table, make_repeats_table
+from uefl.experiment.run_folder import RunFolder
+
+TINY = Comparison(
+    title="Tiny digits",
+    arguments={"fedavg": " ".join(["fedavg", *TINY_SETTINGS_NO_CODEBOOK]), "uefl": " ".join(["uefl", *TINY_SETTINGS])},
+    repeats=["seed=3", "seed=4"],
+    unit="seeds",
+)
+
+
+def make_record(name: str, seed: int, nll: float) -> dict[str, object]:
+    silos = {silo: {"nll": nll + i, "accuracy": 0.5} for i, silo in enumerate(("ada", "[bob]"))}
+    return {"name": name, "repeat": f"seed={seed}", "nll": nll + 0.5, "accuracy": 0.5, "silos": silos}
+
+
+RECORDS = [make_record(n, seed, nll + 0.1 * seed) for n, nll in (("fedavg", 0.2), ("uefl", 0.1)) for seed in range(3)]
+
+
+def show(comparison: Comparison, out: Path) -> str:
+    console = Console(width=80, highlight=False, force_terminal=False)
+    with console.capture() as output:
+        compare_repeats(comparison, out, 1, console)
+    return output.get()
+
+
+def test_a_comparison_ends_with_one_table_one_verdict_and_a_picture(tmp_path: Path) -> None:
+    text = show(TINY, tmp_path)
+    lines = text.splitlines()
+    assert text.count("finished, ") == 4
+    assert "fedavg, seed=4: finished, 4 of 4 runs after " in text
+    assert text.count("┏") == 1
+    assert all(f"│ {silo} " in text for silo in ("D1-1", "D3-3", "mean over silos", "accuracy"))
+    verdicts = [line for line in lines if line.endswith("95 % intervals over 2 seeds.")]
+    assert len(verdicts) == 1
+    assert sum(line.startswith("uefl found ") for line in lines) == 1
+    (folder,) = tmp_path.glob("compare-*")
+    assert lines[-2:] == [f"picture: {folder / 'silos.png'}", f"records: {folder / 'repeats.jsonl'}"]
+    assert (folder / "silos.png").read_bytes().startswith(b"\x89PNG")
+    saved = (folder / "verdict.md").read_text()
+    assert verdicts[0] in saved
+    assert f"uefl run {TINY.arguments['uefl']} seed=3\n" in saved
+    records = [json.loads(line) for line in (folder / "repeats.jsonl").read_text().splitlines()]
+    for record in records:
+        last = RunFolder(tmp_path / record["run"]).read_summary()["last"]
+        assert (record["nll"], record["accuracy"]) == (last["mNLL"], last["mA"])
+    assert call_cli("show", str(folder)).stdout.strip() == saved.strip()
+    # Repeating the command finds the runs and says the same.
+    again = show(TINY, tmp_path).splitlines()
+    assert again[-2:] == lines[-2:]
+    assert verdicts[0] in again
+
+
+def test_the_table_has_every_silo_and_the_paired_difference() -> None:
+    console = Console(width=80, highlight=False, force_terminal=False)
+    with console.capture() as output:
+        console.print(make_repeats_table(RECORDS, "uefl"))
+    rows = [" ".join(line.split()) for line in output.get().splitlines()]
+    assert "│ ada │ 0.300 │ 0.200 │" in rows
+    assert "│ [bob] │ 1.300 │ 1.200 │" in rows
+    assert "│ mean over silos │ 0.800 │ 0.700 │" in rows
+    assert "│ accuracy │ 50.0% │ 50.0% │" in rows
+    assert "│ NLL, uefl minus this │ −0.100 │ – │" in rows
+
+
+def test_the_markdown_table_has_means_deviations_and_differences() -> None:
+    assert format_repeats_table(RECORDS, "uefl").splitlines()[2:] == [
+        "| fedavg | 0.800 ± 0.100 | 0.500 ± 0.000 | −0.100 (−0.100 to −0.100) |",
+        "| uefl | 0.700 ± 0.100 | 0.500 ± 0.000 | – |",
+    ]
+    single = [record for record in RECORDS if record["repeat"] == "seed=0"]
+    assert format_repeats_table(single, "uefl").splitlines()[2] == "| fedavg | 0.700 | 0.500 | – |"
+
+
+def test_the_picture_of_repeats_has_mean_accuracies_and_all_test_examples() -> None:
+    repeats = [
+        [{"round": 1}, {"round": 2, "silos": {"ada": {"accuracy": a, "x": 1}}, "reliability": [[n, 0], [n, 0], [1, 0]]}]
+        for a, n in ((0.5, 10), (0.7, 30))
+    ]
+    merged = merge_repeats(repeats)
+    assert merged[0] == {"round": 1}
+    assert merged[1]["silos"] == {"ada": {"accuracy": pytest.approx(0.6), "x": 1}}
+    assert merged[1]["reliability"] == [[40, 0], [40, 0], [2, 0]]
+
+
+def test_long_runs_start_first_and_every_run_has_the_settings_of_its_row() -> None:
+    experiments = TINY.make_experiments()
+    assert list(experiments) == [(name, seed) for name in ("uefl", "fedavg") for seed in TINY.repeats]
+    assert [e.seed for e in experiments.values()] == [3, 4, 3, 4]
+    assert [e.method_name for e in experiments.values()] == ["uefl", "uefl", "fedavg", "fedavg"]

@@ -1,0 +1,48 @@
+"""The two comparisons of `uefl demo`: four hospitals, and digits with minority domains (docs/log.md has their choice).
+
+Settings that are not named here are the library's defaults.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from uefl.experiment.repeats import Comparison, compare_repeats
+
+_FASTER = "evaluate_every=1000 evaluate_local=false"  # only decisions and the last round are shown
+_HEART = f"heart validation_fraction=0.2 logit_adjustment=local {_FASTER}"
+_LOGISTIC = "encoder=identity hidden_size=0 dropout=0 feature_norm=none local.lr=0.03 weight_decay=3"
+_DROPOUT = "dropout=0.5 weight_decay=0.1"
+_DIGITS = (
+    "mnist5k num_silos=3,1,1 image_size=14 train_per_silo=600 test_per_silo=400 validation_fraction=0.25 rounds=7 "
+    f"extra_rounds=5 iterations=2 epochs=1 schedule=cosine {_FASTER}"
+)
+NUM_FOLDS = 5
+
+HOSPITALS = Comparison(
+    title="Heart disease in four hospitals, 920 patients",
+    arguments={
+        "logistic regression alone": f"local-only {_HEART} {_LOGISTIC}",
+        "local-only": f"local-only {_HEART} {_DROPOUT}",
+        "fedavg": f"fedavg {_HEART} {_DROPOUT}",
+        "uefl": f"uefl {_HEART} {_DROPOUT}",
+    },
+    repeats=[f"fold={i}/{NUM_FOLDS}" for i in range(1, NUM_FOLDS + 1)],
+    unit="folds",
+    test_to_train=1 / (NUM_FOLDS - 1),
+)
+DIGITS = Comparison(
+    title="Digits: three upright silos (D1), one rotated by −50° (D2), one by 120° (D3)",
+    arguments={"fedavg": f"fedavg {_DIGITS}", "uefl": f"uefl {_DIGITS}"},
+    repeats=[f"seed={i}" for i in range(3)],
+    unit="seeds",
+)
+COMPARISONS = {"hospitals": HOSPITALS, "digits": DIGITS}
+
+
+def run_demo(out: Path, workers: int, console: Console) -> None:
+    """Run both comparisons, one after another."""
+    for comparison in COMPARISONS.values():
+        compare_repeats(comparison, out, workers, console)

@@ -1,0 +1,106 @@
+"""Sentences about methods that ran on the same seeds or folds: which is ahead, and which silos are uncertain.
+
+A record is one run: `name`, `repeat` (its seed or fold), `nll`, `accuracy` and `validation_nll` (means over silos), and
+`decision`, the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from uefl.core.paired_difference import Difference, compare_pairs
+
+Record = dict[str, Any]
+
+
+def find_rival(records: Sequence[Record], method: str) -> str:
+    """Return the other method with the lowest mean NLL on validation examples; test examples choose nothing."""
+    scores = {name: mean(get_values(records, name, "validation_nll")) for name in list_names(records) if name != method}
+    return min(scores, key=lambda name: scores[name])
+
+
+def describe_verdict(records: Sequence[Record], method: str, unit: str, test_to_train: float = 0.0) -> str:
+    """Return one sentence that compares a method with its best rival and claims no more than the 95 % interval."""
+    rival = find_rival(records, method)
+    named = f"{rival}, the best other method by validation"
+    count = len(get_values(records, method, "nll"))
+    if count < 2:
+        nll, accuracy = (
+            " and ".join(f"{get_values(records, name, key)[0]:.3f}" for name in (method, rival))
+            for key in ("nll", "accuracy")
+        )
+        return (
+            f"No difference between {method} and {named}, can be claimed from a single run each, which has no interval "
+            f"(NLL {nll}, lower is better; accuracy {accuracy})."
+        )
+    nll_difference = compare_methods(records, method, rival, "nll", test_to_train)
+    points = compare_methods(records, method, rival, "accuracy", test_to_train, scale=100)
+    return (
+        f"{_describe_outcome(nll_difference, method, named)}: difference {format_difference(nll_difference, 3)}, lower "
+        f"is better; of accuracy {format_difference(points, 1)} points; 95 % intervals over {count} {unit}."
+    )
+
+
+def compare_methods(
+    records: Sequence[Record], method: str, rival: str, key: str, test_to_train: float = 0.0, scale: float = 1.0
+) -> Difference:
+    """Return method − rival in a metric, paired by seed or fold."""
+    values, reference = ([scale * v for v in get_values(records, name, key)] for name in (method, rival))
+    return compare_pairs(values, reference, test_to_train)
+
+
+def _describe_outcome(nll: Difference, method: str, rival: str) -> str:
+    if nll.high < 0:
+        return f"By NLL, {method} is ahead of {rival}"
+    if nll.low > 0:
+        return f"By NLL, {method} is behind {rival}"
+    return f"By NLL, no difference between {method} and {rival}, can be shown"
+
+
+def format_difference(difference: Difference, digits: int) -> str:
+    """Format a mean difference with the ends of its interval, each with its sign."""
+    center, low, high = (format_signed(value, digits) for value in difference[:3])
+    return f"{center} ({low} to {high})"
+
+
+def format_signed(value: float, digits: int) -> str:
+    """Format a number with its sign; a number that rounds to 0 has none."""
+    text = f"{value:+.{digits}f}".replace("-", "−")
+    return text[1:] if not float(text[1:]) else text
+
+
+def describe_uncertain_silos(records: Sequence[Record], method: str, unit: str) -> str:
+    """Return one sentence on the silos that a method found uncertain at its last decision, with e_k and threshold."""
+    decisions = [r["decision"] for r in records if r["name"] == method and r["decision"].get("silos")]
+    if not decisions:
+        return f"{method} decided nothing: no silo's uncertainty was compared."
+    found = [silo for decision in decisions for silo in decision["uncertain_silos"]]
+    beyond = " beyond chance" if decisions[0].get("test") == "permutation" else ""
+    threshold = mean(decision["threshold"] for decision in decisions)
+    silos = dict.fromkeys(silo for decision in decisions for silo in decision["silos"])
+    entropy = {s: mean(d["silos"][s]["entropy"] for d in decisions if s in d["silos"]) for s in silos}
+    if not found:
+        highest = max(entropy, key=lambda silo: entropy[silo])
+        return (
+            f"{method} found no silo more uncertain than the others{beyond} in {len(decisions)} {unit} (highest: "
+            f"{highest}, entropy e_k {entropy[highest]:.2f}; threshold {threshold:.2f})."
+        )
+    counts = {silo: found.count(silo) for silo in sorted(set(found), key=lambda silo: (-found.count(silo), silo))}
+    listed = ", ".join(
+        f"{silo} in {count} of {len(decisions)} {unit} (entropy e_k {entropy[silo]:.2f})"
+        for silo, count in counts.items()
+    )
+    return f"{method} found silos more uncertain than the others{beyond}: {listed}; threshold {threshold:.2f}."
+
+
+def get_values(records: Sequence[Record], name: str, key: str) -> list[float]:
+    """Return the values of a method, one per seed or fold, in an order that is the same for every method."""
+    runs = sorted((record for record in records if record["name"] == name), key=lambda record: record["repeat"])
+    return [run[key] for run in runs]
+
+
+def list_names(records: Sequence[Record]) -> list[str]:
+    """Return the names of the methods in the order of the records."""
+    return list(dict.fromkeys(record["name"] for record in records))
