@@ -7,7 +7,10 @@ import pytest
 import torch
 from harness import CODEWORDS, LOCAL, SHORT_RUN, SMALL_CODEBOOK, drop_seconds, have_equal_bits, make_clients, run_rounds
 
+from uefl.algorithms.ditto import Ditto
+from uefl.algorithms.fccl import FCCL
 from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.pmfl import PMFL
 from uefl.algorithms.references import LocalOnly
 from uefl.algorithms.scaffold import Scaffold
 from uefl.algorithms.uefl import UEFL
@@ -127,6 +130,12 @@ def test_tensors_are_saved_with_metadata(tmp_path):
     assert metadata == {"classes": ["a", "ü"], "n": 1.5}
 
 
+def test_loaded_tensors_are_aligned(tmp_path):
+    """Matrix products of tensors that are not aligned round differently, so that a resumed run would differ."""
+    save_tensors(tmp_path / "m", {str(i): torch.ones(3) for i in range(20)}, {})
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in load_tensors(tmp_path / "m")[0].values())
+
+
 RUNS = {
     "uefl": UEFL(**SHORT_RUN, codebook=EAGER),
     "newest codewords, optimizer state": UEFL(
@@ -139,6 +148,9 @@ RUNS = {
         **{**SHORT_RUN, "local": replace(Scaffold().adapt_local_training(LOCAL), max_grad_norm=0.5)}
     ),
     "local-only": LocalOnly(**SHORT_RUN),
+    "ditto": Ditto(**SHORT_RUN),
+    "pmfl": PMFL(**SHORT_RUN),
+    "fccl": FCCL(**SHORT_RUN),
 }
 
 

@@ -38,27 +38,13 @@ def run_both_engines(experiment, tmp_path):
     return *serial, *run_rounds(make_flower_engine(make_grid(tmp_path), experiment), experiment)
 
 
-def round_like(value, other, tolerance=1e-9):
-    """Return a value with every number that differs from the other one by rounding replaced by it."""
-    if isinstance(value, dict) and isinstance(other, dict):
-        return {n: round_like(v, other.get(n), tolerance) for n, v in value.items()}
-    if isinstance(value, list) and isinstance(other, list):
-        return [round_like(v, o, tolerance) for v, o in zip(value, other, strict=True)]
-    is_close = isinstance(value, float) and isinstance(other, float) and abs(value - other) < tolerance
-    return other if is_close else value
-
-
 @pytest.mark.parametrize("name", [name for name in METHODS if not METHODS[name].network_unsupported_reason])
 def test_three_rounds_and_an_extension_agree(name, tmp_path):
     serial, serial_records, flower, flower_records = run_both_engines(make_experiment(name), tmp_path)
     assert torch.equal(serial.access, flower.access)
     assert max_difference(serial, flower) < 1e-9
     assert all((serial.method_state[n] - t).abs().max() < 1e-9 for n, t in flower.method_state.items())
-    pairs = [[drop_seconds(r) for r in records] for records in (serial_records, flower_records)]
-    # Not equal bits. Presumed cause, not tested: the loss on public images standardizes logits, so that the last bias
-    # has no gradient but rounding error; Adam
-    # divides it by its own size, and the rounding of two processes becomes visible.
-    assert pairs[0] == (round_like(pairs[1], pairs[0]) if name == "fccl" else pairs[1])
+    assert [drop_seconds(r) for r in serial_records] == [drop_seconds(r) for r in flower_records]
     if name == "uefl":
         assert flower.access.shape[1] > 8, "the codebook was not extended"
 
