@@ -8,6 +8,7 @@ import pytest
 from uefl.algorithms import METHODS
 from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
+from uefl.data import SOURCES
 from uefl.data.config import DataConfig
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.paper_presets import COMMON, ROWS, RowKey
@@ -71,6 +72,36 @@ def test_every_method_has_every_row(key: RowKey) -> None:
         experiment = make_preset(key, method)
         assert experiment.model.encoder in ENCODERS
         assert experiment.method.total_rounds == make_preset(key).method.total_rounds
+
+
+def list_commands() -> list[list[str]]:
+    """List the commands of the page; settings that it names beside a table become a command on that table's data."""
+    commands = []
+    for cell in re.findall(r"^\| T\d.*? \| (.+) \|$", PAGE.read_text(), re.M):
+        spans = re.findall(r"`([^`]+)`", cell)
+        commands += [span.removesuffix(" --preset paper").split()[2:] for span in spans if span.endswith("paper")]
+        names = [span for span in spans if span in SOURCES or span in METHODS] or ["mnist"]
+        dataset = next((name for name in names if name in SOURCES), "mnist")
+        for span in spans:
+            if all("=" in word for word in span.split()):
+                methods = [name for name in names if name in METHODS] or ["uefl"]
+                commands += [[method, dataset, *span.split()] for method in methods]
+    return commands
+
+
+@pytest.mark.parametrize("arguments", list_commands(), ids=" ".join)
+def test_every_command_of_the_page_has_valid_settings(arguments: list[str]) -> None:
+    assert parse_experiments(arguments, [], "paper")
+
+
+@pytest.mark.parametrize(("table", "dataset", "num_codewords"), [("T11", "cifar10", 256), ("T16", "cifar100", 512)])
+def test_two_doublings_end_with_the_codewords_of_their_table(table: str, dataset: str, num_codewords: int) -> None:
+    (settings,) = re.findall(
+        rf"^\| {table}.*?`((?:\S+=\S+ )*extension_growth=double iterations=\d)`", PAGE.read_text(), re.M
+    )
+    method = parse_experiments(["uefl", dataset, *settings.split()], [], "paper")["uefl"].method
+    assert method.codebook is not None
+    assert method.codebook.num_codewords * 2 ** (method.iterations - 1) == num_codewords
 
 
 def test_values_of_one_table_are_not_mixed_with_those_of_another() -> None:
