@@ -36,5 +36,6 @@ def test_a_failed_turn_reports_the_error(tmp_path):
         run_turn(NEW_TREE, "frameworks", Options(tiny=True), BENCHMARKS["frameworks"].tiny, "serial", tmp_path / "no")
 
 
+@pytest.mark.records
 def test_the_readme_shows_the_table_of_the_records():
     assert render_table() in (NEW_TREE / "benchmarks" / "README.md").read_text()
