@@ -27,6 +27,7 @@ from uefl.core.federation import (
     Silo,
     Split,
     Tensors,
+    find_row,
     gather_accessible_rows,
     is_integer,
     iterate_batch_slices,
@@ -77,15 +78,12 @@ class SerialEngine:
             choose_kernels(tf32=matmul_precision != "full")
         sorted_silos = sorted(silos, key=lambda silo: silo.name)  # results do not depend on the given order
         self.silos = {silo.name: self._move_to_device(silo) for silo in sorted_silos}
+        self.num_examples: Mapping[str, int] = {silo.name: len(silo.train.y) for silo in sorted_silos}
         self.public = self._move_examples(collect_public_examples(sorted_silos))
         self.net = copy_to_device(net, self.device, dtype)
         self.initial_tensors = {name: t.clone() for name, t in self.net.state_dict().items()}
         self.client_states: dict[str, Tensors] = {}  # by silo; part of the checkpoint
         self._noise_layers = salt_noise_layers(self.net)
-
-    @property
-    def num_examples(self) -> Mapping[str, int]:
-        return {name: len(silo.train.y) for name, silo in self.silos.items()}
 
     @property
     def domains(self) -> Mapping[str, str]:
@@ -162,7 +160,7 @@ class SerialEngine:
 
     def _receive_broadcast(self, method: Method, broadcast: Broadcast, name: str) -> ClientModel:
         """Copy what this silo receives and its client state into the network; the broadcast itself never changes."""
-        access_row = broadcast.access[broadcast.silo_names.index(name)]
+        access_row = broadcast.access[find_row(broadcast.silo_names, name)]
         model_state = gather_accessible_rows(broadcast.model_state, access_row)
         client_state = self.client_states.get(name) or self._make_client_state(method, name)
         client_state = drop_stale_optimizer_state(client_state, access_row) | self._make_label_state(method, name)
@@ -227,7 +225,7 @@ class SerialEngine:
         )
         if not local.reset_optimizer:
             model.client_state |= pack_optimizer_state(all_optimizers)
-            access_row = broadcast.access[broadcast.silo_names.index(name)]
+            access_row = broadcast.access[find_row(broadcast.silo_names, name)]
             model.client_state[OPTIMIZER_CODEWORDS] = list_codeword_indices(access_row)
         return num_steps
 

@@ -32,6 +32,7 @@ from uefl.core.federation import (
     Split,
     Tensors,
     Update,
+    find_row,
     gather_accessible_rows,
     is_codeword_tensor,
     iterate_batch_slices,
@@ -248,7 +249,7 @@ class StackedEngine(SerialEngine):
         extras = {n: to_channels_last(t.to(self.device)) for n, t in broadcast.extras.items()}
         clients = []
         for name in names:
-            access_row = broadcast.access[broadcast.silo_names.index(name)]
+            access_row = broadcast.access[find_row(broadcast.silo_names, name)]
             codewords = {
                 n: self._move_tensor(t)
                 for n, t in gather_accessible_rows(broadcast.model_state, access_row).items()
