@@ -31,8 +31,10 @@ from uefl.core.federation import (
     gather_accessible_rows,
     is_integer,
     iterate_batch_slices,
+    load_examples,
     size_in_bytes,
 )
+from uefl.core.lazy_tensor import is_lazy, map_inputs
 from uefl.core.noise import NoiseLayer, derive_key, permutation, salt_noise_layers, set_noise_key
 from uefl.engines.optimizer import NamedOptimizer
 from uefl.engines.optimizer_state import (
@@ -107,7 +109,7 @@ class SerialEngine:
             self.net.eval()
             with torch.no_grad():
                 extras, client_state = method.finish_training(
-                    model, self.silos[name].train, num_steps=num_steps, lr=broadcast.lr
+                    model, self._get_train_examples(name), num_steps=num_steps, lr=broadcast.lr
                 )
             local = self._evaluate(method, model, name, broadcast.round, local_splits)
             tensors = self._store_client_state(method, model, client_state, name, is_personal=broadcast.is_personal)
@@ -145,6 +147,8 @@ class SerialEngine:
             )
 
     def _move_to_device(self, silo: Silo) -> Silo:
+        if is_lazy(silo.train.x):  # its examples are moved when they are read
+            return silo
         move, groups = self._move_examples, silo.train_groups
         return Silo(
             silo.name,
@@ -154,6 +158,16 @@ class SerialEngine:
             silo.domain,
             train_groups=None if groups is None else groups.to(self.device),
         )
+
+    def _get_train_examples(self, name: str) -> Examples:
+        """Return the training examples of a silo for a method; those of a lazy silo are read if it uses them."""
+        train = self.silos[name].train
+        return self._move_examples(train) if is_lazy(train.x) else train
+
+    def _load_split(self, name: str, split: Split) -> Examples:
+        """Return the examples of a silo on the device; those of a lazy silo are read now."""
+        examples = self.silos[name].examples(split)
+        return self._move_examples(load_examples(examples)) if is_lazy(examples.x) else examples
 
     def _move_examples(self, examples: Examples) -> Examples:
         return move_examples(examples, self.device, self.dtype)
@@ -239,7 +253,7 @@ class SerialEngine:
         optimizers: Sequence[NamedOptimizer],
     ) -> int:
         """Run one phase of the local training and return its number of steps on training examples."""
-        examples, step = self.public if phase.is_public else self.silos[name].train, 0
+        examples, step = self.public if phase.is_public else self._load_split(name, "train"), 0
         purpose = addresses.PUBLIC_STEP if phase.is_public else addresses.TRAINING_STEP
         num_examples = phase.count_examples(len(examples.y))
         for epoch in range(phase.epochs):
@@ -286,7 +300,7 @@ class SerialEngine:
         self.net.eval()
         with self._fork_rng(), torch.no_grad(), self._autocast():
             for split in splits:
-                examples = self.silos[name].examples(split)
+                examples = self._load_split(name, split)
                 batch_size = len(examples.y) if client_task.needs_full_split else method.local.eval_batch_size
                 groups = self.silos[name].train_groups if client_task.needs_full_split and split == "train" else None
                 answer: Tensors = {}
@@ -325,8 +339,9 @@ class SerialEngine:
 
 def move_examples(examples: Examples, device: torch.device, dtype: torch.dtype) -> Examples:
     """Return examples on a device, in the type and memory layout in which a network takes them."""
-    x = examples.x.to(device, None if is_integer(examples.x) else dtype)
-    return Examples(to_channels_last(x), examples.y.to(device))
+    target = examples.x.dtype if is_integer(examples.x) else dtype
+    x = map_inputs(examples.x, lambda x: to_channels_last(x.to(device, target)), target)
+    return Examples(x, examples.y.to(device))
 
 
 def seed_noise(layers: Sequence[NoiseLayer], noise_key: int, device: torch.device) -> None:
