@@ -29,7 +29,7 @@ def read_tensor_file(path: Path, context: ReadContext) -> Images:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             tensors = {name: file.get_tensor(name).clone() for name in names & {"y", "silo", "is_test"}}
-        x = LazyTensor.from_array(_map_pixels(path))
+        x = LazyTensor.from_array(map_pixels(path))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, struct.error) as e:
         raise InputError(f"{path}: not a safetensors file with x and y ({str(e).splitlines()[0]})") from None
     y = _check_indices(path, "y", tensors.get("y"), len(x))
@@ -50,7 +50,7 @@ def read_tensor_file(path: Path, context: ReadContext) -> Images:
     )
 
 
-def _map_pixels(path: Path) -> Any:
+def map_pixels(path: Path) -> Any:
     """Map the pixels of a file; safetensors states where they are in a header of JSON."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
