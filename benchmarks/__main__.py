@@ -19,6 +19,7 @@ BENCHMARKS = {  # name: module with `run(options) -> Iterator[Measurement]`
     "kmeans": "benchmarks.kmeans_speed",
     "codebook": "benchmarks.codebook_step",
     "client-scaling": "benchmarks.client_scaling",
+    "ten-thousand-clients": "benchmarks.ten_thousand_clients",
     "traffic": "benchmarks.traffic",
     "cost": "benchmarks.cost",
     "many-clients": "benchmarks.many_clients",
@@ -49,7 +50,7 @@ def main(
         if name:
             console.print(f"unknown benchmark '{name}'; known:", highlight=False)
         for known, module in BENCHMARKS.items():
-            console.print(f"{known:14} {(import_module(module).__doc__ or '').splitlines()[0]}", highlight=False)
+            console.print(f"{known:20} {(import_module(module).__doc__ or '').splitlines()[0]}", highlight=False)
         raise typer.Exit(2 if name else 0)
     torch.set_num_threads(1)  # two threads on two shared cores can be many times slower than one
     options = Options(device, repeats, tiny, data)

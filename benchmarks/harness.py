@@ -10,6 +10,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 RECORDS = Path(__file__).parent / "records"
+PEERS = {"flwr": "flwr", "pfl": "pfl", "ray": "ray", "scikit-learn": "sklearn"}  # package: module
 OURS = "uefl"  # the contender that all others are compared with
 
 
@@ -119,6 +122,7 @@ def describe_environment(options: Options) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(options.device) if options.on_cuda else get_cpu_name(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
+        "versions": {name: version(name) for name in PEERS if find_spec(PEERS[name])},
         "python": platform.python_version(),
         "load": [round(v, 2) for v in os.getloadavg()],
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -19,20 +19,34 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
 from benchmarks.peers.run_pytorch import count_correct, train_epoch
-from benchmarks.peers.workload import Workload, load_workload, make_network, report_round
+from benchmarks.peers.workload import (
+    Workload,
+    draw_order,
+    load_workload,
+    make_network,
+    report_round,
+    save_weights,
+    start_network,
+)
 
 client_app, server_app = ClientApp(), ServerApp()
 
 
 @functools.cache
-def load_cached_workload(file: str) -> Workload:
+def load_cached_workload(file: str, precision: str) -> Workload:
     """Load the workload once per process."""
-    return load_workload(file)
+    return load_workload(file, precision=precision)
 
 
-def load_received_network(message: Message) -> torch.nn.Module:
+def read_request(message: Message, context: Context) -> tuple[Workload, int]:
+    """Return the workload and the number of the silo that a message is for."""
+    config: Any = message.content["config"]
+    return load_cached_workload(config["file"], config["precision"]), int(context.node_config["partition-id"])
+
+
+def load_received_network(message: Message, workload: Workload) -> torch.nn.Module:
     """Return the network with the received weights."""
-    net = make_network()
+    net = make_network().to(workload.x.dtype)
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())  # type: ignore[union-attr]
     return net
 
@@ -40,9 +54,10 @@ def load_received_network(message: Message) -> torch.nn.Module:
 @client_app.train()
 def fit(message: Message, context: Context) -> Message:
     """Train one epoch."""
-    workload, k = load_cached_workload(str(message.content["config"]["file"])), int(context.node_config["partition-id"])  # type: ignore[index,call-overload]
-    net = load_received_network(message)
-    train_epoch(net, workload.x[k], workload.y[k])
+    workload, k = read_request(message, context)
+    net, config = load_received_network(message, workload), message.content["config"]
+    order = draw_order(k, int(config["server-round"]), len(workload.y[k]))  # type: ignore[arg-type,index,call-overload]
+    train_epoch(net, workload.x[k], workload.y[k], order)
     metrics = MetricRecord({"num-examples": len(workload.y[k])})
     return Message(RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}), reply_to=message)
 
@@ -50,8 +65,8 @@ def fit(message: Message, context: Context) -> Message:
 @client_app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate on the test images."""
-    workload, k = load_cached_workload(str(message.content["config"]["file"])), int(context.node_config["partition-id"])  # type: ignore[index,call-overload]
-    correct = count_correct(load_received_network(message), workload.test_x[k], workload.test_y[k])
+    workload, k = read_request(message, context)
+    correct = count_correct(load_received_network(message, workload), workload.test_x[k], workload.test_y[k])
     n = len(workload.test_y[k])
     return Message(
         RecordDict({"metrics": MetricRecord({"num-examples": n, "accuracy": correct / n})}), reply_to=message
@@ -71,12 +86,14 @@ class ReportingFedAvg(FedAvg):
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds."""
     del context
-    file, rounds = sys.argv[1], int(sys.argv[2])
-    num_silos = len(load_cached_workload(file).x)
+    file, rounds, precision = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    workload = load_cached_workload(file, precision)
+    num_silos = len(workload.x)
     strategy = ReportingFedAvg(min_train_nodes=num_silos, min_evaluate_nodes=num_silos, min_available_nodes=num_silos)
-    config = ConfigRecord({"file": file})
-    initial_weights = ArrayRecord(make_network().state_dict())
-    strategy.start(grid, initial_weights, rounds, train_config=config, evaluate_config=config)
+    config = ConfigRecord({"file": file, "precision": precision})
+    initial_weights = ArrayRecord(start_network(workload).state_dict())
+    result = strategy.start(grid, initial_weights, rounds, train_config=config, evaluate_config=config)
+    save_weights(result.arrays.to_torch_state_dict())
 
 
 def run_federation() -> None:
@@ -87,7 +104,7 @@ def run_federation() -> None:
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": 40},
     }
-    run_simulation(server_app, client_app, len(load_cached_workload(sys.argv[1]).x), "ray", backend)
+    run_simulation(server_app, client_app, len(load_cached_workload(sys.argv[1], sys.argv[3]).x), "ray", backend)
 
 
 if __name__ == "__main__":

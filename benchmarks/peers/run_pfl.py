@@ -21,24 +21,34 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.peers.workload import BATCH_SIZE, EVAL_BATCH_SIZE, LR, make_network, parse_arguments, report_round
+from benchmarks.peers.workload import (
+    BATCH_SIZE,
+    EVAL_BATCH_SIZE,
+    LR,
+    Workload,
+    draw_order,
+    parse_arguments,
+    report_round,
+    save_weights,
+    start_network,
+)
 
 
 class PflModel(nn.Module):
     """The interface that pfl requires of a model: a loss and metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, workload: Workload) -> None:
         super().__init__()
-        self.net = make_network()
+        self.net, self.dtype = start_network(workload), workload.x.dtype
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         self.train()
-        return cross_entropy(self.net(x), y)
+        return cross_entropy(self.net(x.to(self.dtype)), y)  # pfl passes float32
 
     @torch.no_grad()
     def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         self.eval()
-        return {"accuracy": Weighted(int((self.net(x).argmax(1) == y).sum()), len(y))}
+        return {"accuracy": Weighted(int((self.net(x.to(self.dtype)).argmax(1) == y).sum()), len(y))}
 
 
 class RoundReporter(TrainingProcessCallback):
@@ -56,11 +66,16 @@ class RoundReporter(TrainingProcessCallback):
 def main() -> None:
     """Run the federation."""
     logging.disable(logging.WARNING)
-    workload, net = parse_arguments(), PflModel()
-    users = FederatedDataset(
-        lambda i: Dataset(raw_data=[workload.x[i], workload.y[i]]),
-        get_user_sampler("minimize_reuse", list(range(len(workload.x)))),
-    )
+    workload = parse_arguments()
+    net, visits = PflModel(workload), [0] * len(workload.x)
+
+    def make_dataset(silo: int) -> Dataset:
+        """Return the examples of a silo in the order of this round; pfl makes batches of them as they are."""
+        visits[silo] += 1
+        order = draw_order(silo, visits[silo], len(workload.y[silo]))
+        return Dataset(raw_data=[workload.x[silo][order], workload.y[silo][order]])
+
+    users = FederatedDataset(make_dataset, get_user_sampler("minimize_reuse", list(range(len(workload.x)))))
     model = PyTorchModel(
         model=net, local_optimizer_create=torch.optim.SGD, central_optimizer=torch.optim.SGD(net.parameters(), 1.0)
     )
@@ -80,6 +95,7 @@ def main() -> None:
         model_eval_params=eval_params,
         callbacks=[CentralEvaluationCallback(test, eval_params), RoundReporter()],
     )
+    save_weights(net.net.state_dict())
 
 
 if __name__ == "__main__":

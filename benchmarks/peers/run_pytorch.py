@@ -1,6 +1,6 @@
 """A simple PyTorch loop: data as tensors in memory, one model, no framework.
 
-The third argument, `channels_last`, selects the memory layout in which convolutions are faster on most CPUs.
+A last argument, `channels_last`, selects the memory layout in which convolutions are faster on most CPUs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.peers.workload import BATCH_SIZE, EVAL_BATCH_SIZE, LR, make_network, parse_arguments, report_round
+from benchmarks.peers.workload import (
+    BATCH_SIZE,
+    EVAL_BATCH_SIZE,
+    LR,
+    draw_order,
+    parse_arguments,
+    report_round,
+    save_weights,
+    start_network,
+)
 
 
-def train_epoch(net: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Train one epoch at one silo."""
+def train_epoch(net: nn.Module, x: Tensor, y: Tensor, order: Tensor) -> None:
+    """Train one epoch at one silo, on the examples in this order."""
     net.train()
     optimizer = torch.optim.SGD(net.parameters(), LR)
-    for indices in torch.split(torch.randperm(len(y)), BATCH_SIZE):
+    for indices in torch.split(order, BATCH_SIZE):
         optimizer.zero_grad()
         cross_entropy(net(x[indices]), y[indices]).backward()
         optimizer.step()
@@ -35,24 +44,26 @@ def count_correct(net: nn.Module, x: Tensor, y: Tensor) -> int:
 
 def main() -> None:
     """Run the federation."""
-    workload, net = parse_arguments(), make_network()
+    workload = parse_arguments()
+    net = start_network(workload)
     train, test = list(workload.x), list(workload.test_x)
-    if "channels_last" in sys.argv[3:]:
+    if "channels_last" in sys.argv[5:]:
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         # For torch, one channel has both layouts at once; a copy sets the strides.
         train, test = (
             [torch.empty_like(x, memory_format=torch.channels_last).copy_(x) for x in split] for split in (train, test)
         )
-    for _ in range(workload.rounds):
+    for round_number in range(1, workload.rounds + 1):
         received = deepcopy(net.state_dict())
         mean = {name: torch.zeros_like(t) for name, t in received.items()}
-        for x, y in zip(train, workload.y):
+        for i, (x, y) in enumerate(zip(train, workload.y)):
             net.load_state_dict(received)
-            train_epoch(net, x, y)
+            train_epoch(net, x, y, draw_order(i, round_number, len(y)))
             for name, t in net.state_dict().items():
                 mean[name] += t / len(train)
         net.load_state_dict(mean)
         report_round(sum(count_correct(net, x, y) for x, y in zip(test, workload.test_y)) / workload.test_y.numel())
+    save_weights(net.state_dict())
 
 
 if __name__ == "__main__":

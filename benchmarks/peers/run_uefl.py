@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from benchmarks.peers.workload import (
     BATCH_SIZE,
     EVAL_BATCH_SIZE,
@@ -13,8 +11,10 @@ from benchmarks.peers.workload import (
     SEED,
     Workload,
     make_encoder,
+    name_silo,
     parse_arguments,
     report_round,
+    save_weights,
 )
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.federation import Examples, ServerState, Silo
@@ -29,16 +29,16 @@ def start_federation(workload: Workload) -> tuple[FedAvg, SerialEngine, ServerSt
     tensors = zip(workload.x, workload.y, workload.test_x, workload.test_y)
     empty = Examples(workload.x[0, :0], workload.y[0, :0])
     silos = [
-        Silo(f"s{i}", Examples(x, y), empty, Examples(test_x, test_y))
+        Silo(name_silo(i), Examples(x, y), empty, Examples(test_x, test_y))
         for i, (x, y, test_x, test_y) in enumerate(tensors)
     ]
     local = LocalTraining(
         optimizer="sgd", momentum=0.0, lr=LR, batch_size=BATCH_SIZE, epochs=1, eval_batch_size=EVAL_BATCH_SIZE
     )
     method = FedAvg(rounds=workload.rounds, iterations=1, mc_samples=1, evaluate_local=False, local=local)
-    torch.manual_seed(SEED)
     net = Net(make_encoder(), NUM_CLASSES, (1, 28, 28), hidden_size=HIDDEN, dropout=0.0, feature_norm="none")
-    clients = SerialEngine(silos, net, seed=SEED)
+    net.load_state_dict(dict(zip(net.state_dict(), workload.initial.values(), strict=True)))
+    clients = SerialEngine(silos, net, seed=SEED, dtype=workload.x.dtype)
     return method, clients, method.initialize_server(clients)
 
 
@@ -51,6 +51,7 @@ def main() -> None:
         # A round's model is evaluated when the next round begins, the last one's at the end.
         records = server.completed_records
         report_round(mean_metric(records[-1]["silos"].values(), "accuracy") if records else 0.0)
+    save_weights(server.model_state)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ FROZEN = {
     "TRAINING_STEP": "train",
     "INITIAL_CLIENT_STATE": "first",
     "PARTICIPANTS": "who",
+    "EVALUATED_SILOS": "evaluated silos",
     "INITIAL_CODEWORDS": "first book",
     "NEW_CODEWORDS": "new",
     "MERGED_CENTROIDS": "merge",

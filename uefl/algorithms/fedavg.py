@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from uefl.algorithms.codebook_hooks import NO_CODEBOOK, CodebookHooks
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.requirements import require_training_data
-from uefl.algorithms.round_record import complete_record, record_query_cost, start_record
+from uefl.algorithms.round_record import complete_record, record_query_cost, record_sample, start_record
 from uefl.core import noise_addresses as addresses
 from uefl.core.aggregate import WeightedMean, find_non_finite, find_reply_error
 from uefl.core.errors import InputError
@@ -38,6 +38,7 @@ from uefl.core.federation import (
     Split,
     Tensors,
     Update,
+    find_row,
 )
 from uefl.core.field_rules import check_ranges, setting
 from uefl.core.label_prior import LOG_PRIOR, adjust_logits, compute_log_prior
@@ -83,6 +84,14 @@ class FedAvg:
     evaluate_every: int = setting(
         1, "Rounds between evaluations; decisions and the last round are always evaluated.", at_least=1
     )
+    eval_clients: int = setting(
+        0,
+        "Silos that measure the model of an evaluated round, the last one included, drawn anew each time; silos "
+        "without training data always measure; 0 takes all.",
+        at_least=0,
+        zero="all",
+        in_run_id="when changed",
+    )
     evaluate_train: bool = setting(False, "Evaluate on training examples too, as neural collapse needs; costs time.")
     evaluate_local: bool = setting(True, "Evaluate each silo's model before averaging too; costs time (Fig. 1).")
     local: LocalTraining = setting(default_factory=LocalTraining, help_text="Local training of a client.")
@@ -91,6 +100,7 @@ class FedAvg:
     )
 
     codebook_unsupported_reason: ClassVar[str] = ""  # why a method cannot have a codebook
+    eval_clients_unsupported_reason: ClassVar[str] = ""  # why every silo has to measure
     needs_public_images: ClassVar[bool] = False  # a recipe then has public images
     network_unsupported_reason: ClassVar[str] = ""  # why a method cannot run where data stay at their silos
     # Whether silos without training data count in decisions by validation; not if their domain is to be unseen.
@@ -100,6 +110,11 @@ class FedAvg:
         check_ranges(self)
         if self.codebook and self.codebook_unsupported_reason:
             raise InputError(f"{type(self).__name__} takes no codebook: {self.codebook_unsupported_reason}")
+        reason = self.eval_clients_unsupported_reason
+        if self.codebook:
+            reason = "the decisions on a codebook need the measurements of all silos"
+        if self.eval_clients and reason:
+            raise InputError(f"eval_clients={self.eval_clients} must be 0 here: {reason}")
         self.codebook_hooks.check_rounds(self)
 
     @property
@@ -157,15 +172,16 @@ class FedAvg:
         """Broadcast θ, train at the participants, average their replies."""
         started = time.perf_counter()
         participants = self.select_participants(clients, server)
-        all_participate = participants == server.silo_names
+        # All silos train and measure: the replies to the training message bring the measurements.
+        measure_in_training = participants == server.silo_names == self.select_evaluated(clients, server)
         is_evaluated = server.round % self.evaluate_every == 0
         if server.open_record and not is_evaluated:
             server = self.complete_open_record(server, {})
-        elif server.open_record and not all_participate:  # else the participants' replies bring the evaluations
+        elif server.open_record and not measure_in_training:
             server = self.complete_open_record(*self.evaluate_clients(clients, server))
         broadcast = self.make_broadcast(clients, server)._replace(round=server.round + 1, participants=participants)
         model_state, replies = self.average_replies(
-            clients, server, broadcast, evaluate=is_evaluated and all_participate
+            clients, server, broadcast, evaluate=is_evaluated and measure_in_training
         )
         server = self.complete_open_record(server, {r.silo_name: r.evaluations for r in replies})
         warning = find_non_finite(model_state)  # finite replies may overflow in the average
@@ -183,7 +199,7 @@ class FedAvg:
         del server
         mean, replies = WeightedMean(broadcast.model_state), []
         for reply in clients.fit(self, broadcast, evaluate=evaluate):
-            access_row = broadcast.access[broadcast.silo_names.index(reply.silo_name)]
+            access_row = broadcast.access[find_row(broadcast.silo_names, reply.silo_name)]
             error = reply.rejected or find_reply_error(reply, broadcast.model_state, access_row)
             if not error:
                 mean.add(self.select_averaged_tensors(reply.tensors), self.aggregation_weight(reply), access_row)
@@ -196,8 +212,19 @@ class FedAvg:
         if not 0 < self.clients_per_round < len(trainable):
             return tuple(trainable)
         noise_key = derive_key(clients.seed, server.round + 1, addresses.PARTICIPANTS)
-        order = permutation(noise_key, len(trainable)).tolist()
-        return tuple(sorted(trainable[i] for i in order[: self.clients_per_round]))
+        return tuple(sorted(draw_names(noise_key, trainable, self.clients_per_round)))
+
+    def select_evaluated(self, clients: Clients, server: ServerState) -> tuple[str, ...]:
+        """Return the silos that measure the present model: all, or as many as set, drawn by seed and round.
+
+        Silos without training data are few and what a run is about, so they always measure.
+        """
+        trainable = [name for name, n in clients.num_examples.items() if n]
+        if not 0 < self.eval_clients < len(trainable):
+            return server.silo_names
+        noise_key = derive_key(clients.seed, server.round, addresses.EVALUATED_SILOS)
+        drawn = draw_names(noise_key, trainable, self.eval_clients)
+        return tuple(sorted((*drawn, *(name for name, n in clients.num_examples.items() if not n))))
 
     def make_broadcast(self, clients: Clients, server: ServerState) -> Broadcast:
         """Return what every silo receives."""
@@ -247,14 +274,18 @@ class FedAvg:
         return server if find_non_finite(updated.method_state) else updated
 
     def evaluate_clients(self, clients: Clients, server: ServerState) -> tuple[ServerState, dict[str, Evaluations]]:
-        """Evaluate the present model at all silos; the record counts the cost."""
+        """Evaluate the present model at all silos, or at those that are drawn; the record counts the cost."""
         started, broadcasts = time.perf_counter(), self.make_broadcasts(clients, server)
+        evaluated = self.select_evaluated(clients, server)
+        if is_sample := evaluated != server.silo_names:
+            broadcasts = [b._replace(participants=tuple(sorted({*evaluated} & {*b.participants}))) for b in broadcasts]
         replies = [
             r for b in broadcasts if b.participants for r in clients.query(self, "evaluate", b, self.eval_splits)
         ]
         # In a round, evaluations travel with the reply and are not counted, so they are not counted here either.
         server = record_query_cost(server, [r._replace(sent_bytes=0) for r in replies], time.perf_counter() - started)
         evaluations = {r.silo_name: Evaluations(r.answers) for r in replies if not r.rejected}
+        server = record_sample(server, len(evaluations)) if is_sample else server
         evaluations = self.codebook_hooks.evaluate_targets(self, clients, server, evaluations)
         return server, {name: self.drop_target_validation(clients, name, e) for name, e in evaluations.items()}
 
@@ -365,6 +396,11 @@ class FedAvg:
     def evaluate(self, model: ClientModel, batch: Batch) -> Tensors:
         """Return sums from which all metrics follow."""
         return compute_metric_sums(model, batch, self.mc_samples)
+
+
+def draw_names(noise_key: int, names: Sequence[str], count: int) -> list[str]:
+    """Draw some of the names without replacement."""
+    return [names[i] for i in permutation(noise_key, len(names))[:count].tolist()]
 
 
 def compute_task_loss(model: ClientModel, logits: Tensor, y: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 
 from uefl.algorithms.fedavg import FedAvg, compute_task_loss
 from uefl.algorithms.requirements import list_classifiers, require_training_data
-from uefl.algorithms.round_record import record_query_cost
+from uefl.algorithms.round_record import record_query_cost, start_entry
 from uefl.core import noise_addresses as addresses
 from uefl.core.federation import (
     Batch,
@@ -52,6 +52,7 @@ class IFCA(FedAvg):
     )
 
     codebook_unsupported_reason: ClassVar[str] = "every model would need a codebook of its own"
+    eval_clients_unsupported_reason: ClassVar[str] = "with IFCA, every silo chooses its model when it measures"
 
     # --- the server ---------------------------------------------------------------------------------------------
 
@@ -146,7 +147,9 @@ class IFCA(FedAvg):
 
     def complete_open_record(self, server: ServerState, evaluations: Mapping[str, Evaluations]) -> ServerState:
         if server.open_record:
-            server = record_models(server, "evaluated_model", self.get_assignment(server))
+            recorded = {*server.open_record["silos"], *evaluations}
+            models = {n: i for n, i in self.get_assignment(server).items() if n in recorded}
+            server = record_models(server, "evaluated_model", models)
         return super().complete_open_record(server, evaluations)
 
     # --- the client ---------------------------------------------------------------------------------------------
@@ -186,5 +189,5 @@ def shuffle_values(tensor: torch.Tensor, noise_key: int) -> torch.Tensor:
 def record_models(server: ServerState, entry: str, assignment: Mapping[str, int]) -> ServerState:
     """Add the index of a model to the entries of silos in the open record."""
     silos: dict[str, dict[str, Any]] = server.open_record["silos"]
-    silos = {n: {**silo, entry: assignment[n]} if n in assignment else silo for n, silo in silos.items()}
-    return server.replace(open_record={**server.open_record, "silos": silos})
+    changed = {n: {**silos.get(n, start_entry()), entry: i} for n, i in assignment.items()}
+    return server.replace(open_record={**server.open_record, "silos": {**silos, **changed}})

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 def start_record(server: ServerState, replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
-    """Return the record of a round before its model is evaluated."""
-    num_codewords = server.access.sum(1).tolist()
-    silos: dict[str, dict[str, Any]] = {
-        name: {"num_codewords": v, "is_uncertain": False} for name, v in zip(server.silo_names, num_codewords)
-    }
+    """Return the record of a round before its model is evaluated.
+
+    Without codewords, it has an entry per silo that takes part; others get theirs if they measure the model.
+    """
+    num_codewords = server.access.sum(1).tolist() if server.access.shape[1] else ()
+    silos = {name: start_entry(v) for name, v in zip(server.silo_names, num_codewords)}
     for reply in replies:
-        silos[reply.silo_name] |= _describe_reply(reply)
+        silos[reply.silo_name] = silos.get(reply.silo_name, start_entry()) | _describe_reply(reply)
     return {
         "round": server.round,
         "iteration": server.iteration,
@@ -35,6 +36,17 @@ def start_record(server: ServerState, replies: Sequence[Reply], seconds: float) 
         "kmeans_seconds": 0.0,
         "silos": silos,
     }
+
+
+def start_entry(num_codewords: int = 0) -> dict[str, Any]:
+    """Return the entry of a silo in a record before anything happened to it."""
+    return {"num_codewords": num_codewords, "is_uncertain": False}
+
+
+def record_sample(server: ServerState, num_evaluated: int) -> ServerState:
+    """Add to the open record how many silos measured its model, of how many."""
+    sample = {"num_evaluated": num_evaluated, "num_silos": len(server.silo_names)}
+    return server.replace(open_record={**server.open_record, **sample})
 
 
 def record_kmeans_time(server: ServerState, seconds: float, **entries: Any) -> ServerState:
@@ -52,7 +64,9 @@ def record_query_cost(server: ServerState, replies: Sequence[Reply], seconds: fl
 def record_rejections(server: ServerState, replies: Sequence[Reply]) -> ServerState:
     """Add to the open record why replies after the last round are not used."""
     reasons = {r.silo_name: {"rejected": r.rejected} for r in replies if r.rejected}
-    silos = {name: {**silo, **reasons.get(name, {})} for name, silo in server.open_record["silos"].items()}
+    silos = dict(server.open_record["silos"])
+    for name, reason in reasons.items():
+        silos[name] = silos.get(name, start_entry()) | reason
     return server.replace(open_record={**server.open_record, "silos": silos})
 
 
@@ -90,8 +104,9 @@ def complete_record(
         return server
     silos = dict(server.open_record["silos"])
     for silo_name, evaluation in evaluations.items():
-        silos[silo_name] = {**silos[silo_name], **describe_evaluation(evaluation, code_loss_weight, specificity)}
-    record = {**server.open_record, "silos": silos}
+        entry = silos.get(silo_name) or start_entry()
+        silos[silo_name] = {**entry, **describe_evaluation(evaluation, code_loss_weight, specificity)}
+    record = {**server.open_record, "silos": dict(sorted(silos.items()))}
     tests = [evaluation.received["test"] for evaluation in evaluations.values() if "test" in evaluation.received]
     if pooled := compute_pooled_metrics(tests, specificity):
         record |= {"all_silos": pooled, "reliability": sum_reliability(tests)}

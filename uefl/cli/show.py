@@ -65,6 +65,7 @@ def list_compared_runs(folders: Sequence[Path]) -> list[Path]:
 
 def sort_runs(paths: Sequence[Path]) -> tuple[dict[str, dict[str, Path]], list[str]]:
     """Return finished runs by data and name, and a line for every other folder; a single bad folder is an error."""
+    from uefl.experiment.records import count_silos
     from uefl.experiment.run_folder import RunFolder
 
     finished: dict[str, dict[str, Path]] = {}
@@ -77,7 +78,7 @@ def sort_runs(paths: Sequence[Path]) -> tuple[dict[str, dict[str, Path]], list[s
                 states.append(describe_unfinished(folder, header))
                 continue
             folder.read_records()  # or an error that they are damaged
-            silos = len(folder.read_summary()["last"]["silos"])
+            silos = count_silos(folder.read_summary()["last"])
         except InputError as e:
             if len(paths) == 1:
                 raise

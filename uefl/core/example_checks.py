@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from uefl.core.errors import InputError
+from uefl.core.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     from uefl.core.federation import Examples, Silo
@@ -38,14 +39,22 @@ def to_tensor(owner: str, name: str, values: Any) -> Tensor:
 
 def convert_inputs(owner: str, x: Any) -> Tensor:
     """Return inputs as a tensor of finite numbers: floats and integers stay, images of uint8 are scaled to floats."""
-    tensor = to_tensor(owner, "x", x)
+    tensor = x if isinstance(x, LazyTensor) else to_tensor(owner, "x", x)
     if tensor.dim() < 2:
         raise InputError(f"{owner}: x has shape {list(tensor.shape)}; it must be [examples, …], such as [n, c, h, w]")
+    if isinstance(tensor, LazyTensor):
+        return cast(Tensor, _convert_when_read(owner, tensor))
     if tensor.dtype == torch.uint8:
         return (check_pixels(owner, tensor).float() / 255 - PIXEL_MEAN) / PIXEL_DEVIATION
     if tensor.is_complex():
         raise InputError(f"{owner}: x has type {_name_type(tensor)}; it must be of floats, integers or uint8 pixels")
     return check_finite(owner, tensor.float() if tensor.dtype == torch.bool else tensor)
+
+
+def _convert_when_read(owner: str, x: LazyTensor) -> LazyTensor:
+    """Return inputs that are converted and checked when they are read; one zero shows their type."""
+    dtype = convert_inputs(owner, torch.zeros((1, *x.shape[1:]), dtype=x.dtype)).dtype
+    return x.map(lambda rows: convert_inputs(owner, rows), dtype)
 
 
 def check_pixels(owner: str, x: Tensor) -> Tensor:

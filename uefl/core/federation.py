@@ -5,6 +5,7 @@ Legend for shapes: K silos, n examples, B batch, V codewords, D size of a codewo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,6 +19,7 @@ from uefl.core.client_model import ClientModel as ClientModel
 from uefl.core.client_model import Tensors as Tensors
 from uefl.core.errors import InputError
 from uefl.core.example_checks import check_fraction, check_train_size, convert_examples
+from uefl.core.lazy_tensor import LazyTensor, load_inputs, select_inputs
 from uefl.core.noise import derive_key, permutation
 
 Split = Literal["train", "validation", "test"]
@@ -63,6 +65,7 @@ class Silo:
         seed: int = 0,
         public: Tensor | None = None,
         groups: Tensor | None = None,
+        lazy: bool = False,
     ) -> Silo:
         """Split examples into test examples and, of the rest, validation, calibration and training examples.
 
@@ -70,13 +73,14 @@ class Silo:
 
         Tensors, NumPy arrays and lists are accepted. Labels are class indices. Images of uint8 are scaled:
         (x / 255 − 0.5) / 0.25; other inputs stay as they are. Examples of one group, such as a patient, stay together:
-        `groups` [n] has equal integers for them.
+        `groups` [n] has equal integers for them. With `lazy`, the inputs are read only while the silo takes part: give
+        a view of a file, such as `np.memmap`.
         """
         owner = f"silo {name}"
         check_fraction(owner, "test_fraction", test_fraction)
         check_fraction(owner, "validation_fraction", validation_fraction, allow_zero=True)
         check_fraction(owner, "calibration_fraction", calibration_fraction, allow_zero=True)
-        x, y = convert_examples(owner, x, y)
+        x, y = convert_examples(owner, LazyTensor.from_array(x) if lazy else x, y)
         ids = None if groups is None else torch.unique(torch.as_tensor(groups), return_inverse=True)[1]
         if ids is not None and len(ids) != len(y):
             raise InputError(f"{owner}: groups has {len(ids)} entries, but there are {len(y)} examples")
@@ -95,7 +99,7 @@ class Silo:
         if ids is not None:
             indices = [torch.isin(ids, chosen).nonzero()[:, 0] for chosen in indices]
         check_train_size(owner, len(indices[0]))
-        train, validation, test, calibration = (Examples(x[i], y[i]) for i in indices)
+        train, validation, test, calibration = (Examples(select_inputs(x, i), y[i]) for i in indices)
         return cls(
             *(name, train, validation, test),
             domain=domain,
@@ -310,6 +314,14 @@ def is_codeword_tensor(name: str) -> bool:
     return name.endswith(CODEWORDS_SUFFIX)
 
 
+def find_row(silo_names: Sequence[str], silo_name: str) -> int:
+    """Return the position of a silo among sorted names, in a time that hardly grows with their number."""
+    row = bisect_left(silo_names, silo_name)
+    if row == len(silo_names) or silo_names[row] != silo_name:
+        raise ValueError(f"{silo_name} is not among the silos")
+    return row
+
+
 def gather_accessible_rows(model_state: Tensors, access_row: Tensor) -> Tensors:
     """Return what a silo with this row of the ledger receives: all tensors, but only its own codewords."""
     return {name: tensor[access_row] if is_codeword_tensor(name) else tensor for name, tensor in model_state.items()}
@@ -333,6 +345,11 @@ def map_examples(silo: Silo, change: Callable[[Examples], Examples]) -> Silo:
     """Return a silo with all its examples changed, those for calibration too."""
     changed: dict[str, Any] = {split: change(silo.examples(split)) for split in SPLITS}
     return replace(silo, **changed, calibration=silo.calibration and change(silo.calibration))
+
+
+def load_examples(examples: Examples) -> Examples:
+    """Return examples with their inputs in memory."""
+    return examples._replace(x=load_inputs(examples.x))
 
 
 def list_parts(silo: Silo) -> dict[str, Examples]:

@@ -36,6 +36,10 @@ SOURCES: Registry[Source] = Registry(
         "folder": Entry(
             "uefl.data.readers.image_folder:FOLDER", "Your own images: path=<folder, zip archive or CSV manifest>"
         ),
+        "tensors": Entry(
+            "uefl.data.readers.tensor_file:TENSORS",
+            "Your own images in one file, larger than memory if need be: path=<safetensors file with x, y, silo>",
+        ),
         "table": Entry("uefl.data.readers.table:TABLE", "Your own table: path=<CSV file> label=<column> silo=<column>"),
     },
     group="uefl.readers",

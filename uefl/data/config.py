@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Examples, Silo, map_examples
 from uefl.core.field_rules import check_ranges, setting
+from uefl.core.lazy_tensor import LazyTensor, is_lazy
 from uefl.core.memory import check_memory
 from uefl.data import PARTITIONERS, SOURCES
 from uefl.data.calibration_part import hold_out_calibration
@@ -46,6 +49,12 @@ class DataConfig:
     )
     num_classes: int = setting(0, "Number of classes to use, in class order; 0 uses all classes.", at_least=0)
     skip_bad: bool = setting(False, "Skip and count images that cannot be read, instead of stopping at the first.")
+    lazy: bool = setting(
+        False,
+        "Read a silo's images only while it takes part, so that memory does not grow with the number of silos; the "
+        "data set `tensors` always does.",
+        in_run_id=False,
+    )
     strict: bool = setting(
         False, "Stop at warnings, such as silos with one class or test images in the training split.", in_run_id=False
     )
@@ -178,7 +187,7 @@ class DataConfig:
         """Raise an error if the user set a field, such as (table, label), that source or partitioner ignore."""
         names = {path[1] if path[0] == "table" else path[0] for path in paths}  # the third is a column's name
         is_table = SOURCES[self.name].is_table
-        unused = {"image_size"} if is_table else {field.name for field in fields(TableConfig)}
+        unused = {"image_size", "lazy"} if is_table else {field.name for field in fields(TableConfig)}
         for name in sorted(names & unused):
             kind, needed = ("a table", "images") if is_table else ("no table", "a table")
             raise InputError(f"{name} has no effect: it needs {needed}, but {self.name} is {kind}")
@@ -193,7 +202,9 @@ class DataConfig:
         images = images or self.read_images()
         partitions = self.make_partitions(images, seed)
         silos = self._load_silos(partitions, images, seed)
-        warnings = warn_separated_copies(partitions, images) + warn_groups_of_target(self, images)
+        warnings = warn_groups_of_target(self, images)
+        if not self.reads_lazily(images):  # copies are found by reading all images
+            warnings = warn_separated_copies(partitions, images) + warnings
         if images.table:
             table = replace(images.table, classes=images.classes)
             table = scale_by_sums(table, [compute_sums(table, silo.train.x) for silo in silos])
@@ -223,7 +234,7 @@ class DataConfig:
         return self._load_silos(self.make_partitions(images, seed), images, seed)
 
     def _load_silos(self, partitions: list[Partition], images: Images, seed: int) -> list[Silo]:
-        if not images.table:
+        if not images.table and not self.reads_lazily(images):
             self._check_memory(partitions, images)
         public = self.load_public_images(images, seed)
         return [self._load_silo(partition, images, seed, public) for partition in partitions]
@@ -234,7 +245,13 @@ class DataConfig:
         if self.image_size:
             height = width = self.image_size
         num_bytes = num_images * channels * height * width * _BYTES_PER_PIXEL
-        check_memory(num_bytes, f"{num_images} images of {height}×{width} pixels", "set a smaller image_size")
+        check_memory(
+            num_bytes, f"{num_images} images of {height}×{width} pixels", "set lazy=true or a smaller image_size"
+        )
+
+    def reads_lazily(self, images: Images) -> bool:
+        """Return whether a silo's images are read only while it takes part."""
+        return not images.table and (self.lazy or is_lazy(images.x))
 
     def make_partitions(self, images: Images, seed: int) -> list[Partition]:
         """Return the indices of every silo's images without reading pixels; no silo gets a public image."""
@@ -274,20 +291,28 @@ class DataConfig:
                 f"shift '{partition.silo.shift}' needs images, but {self.name} is a table; set shifts=none"
             )
 
-        def load_split(indices: Tensor) -> Examples:
+        def read_rows(indices: Tensor) -> Tensor:
             if images.table:
-                return Examples(images.x[indices], images.y[indices])
+                return images.x[indices]
             x = apply_shift(images.x[indices], partition.silo.shift, seed, indices)
-            return Examples(standardize_images(resize_images(x, self.image_size), images), images.y[indices])
+            return standardize_images(resize_images(x, self.image_size), images)
+
+        def load_split(indices: Tensor) -> Examples:
+            if not self.reads_lazily(images):
+                return Examples(read_rows(indices), images.y[indices])
+            size = (self.image_size,) * 2 if self.image_size else images.x.shape[2:]
+            shape = (len(indices), images.x.shape[1], *size)
+            x: Any = LazyTensor(lambda positions: read_rows(indices[positions]), shape, torch.float32)
+            return Examples(x, images.y[indices])
 
         silo, *splits = partition
-        train, validation, test, calibration = map(load_split, splits)
+        train, validation, test = map(load_split, splits[:3])
         return Silo(
             *(silo.name, train, validation, test),
             domain=silo.domain,
             public=public,
             train_groups=None if images.group_ids is None else images.group_ids[partition.train],
-            calibration=calibration if len(calibration.y) else None,
+            calibration=load_split(partition.calibration) if len(partition.calibration) else None,
         )
 
 

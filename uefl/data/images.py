@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from uefl.core.errors import InputError
+from uefl.core.lazy_tensor import select_inputs
 from uefl.data.table_format import TableFormat
 
 _IMAGES_PER_BLOCK = 4096  # images resized at once, which bounds the memory of their float copies
@@ -54,7 +55,8 @@ def select_rows(images: Images, keep: Tensor) -> Images:
     if bool(keep.all()):
         return images
     rows = {name: getattr(images, name) for name in ("x", "y", "is_test", "domain_ids", "silo_ids", "group_ids")}
-    return replace(images, **{name: tensor[keep] for name, tensor in rows.items() if tensor is not None})
+    indices = keep.nonzero()[:, 0]
+    return replace(images, **{n: select_inputs(tensor, indices) for n, tensor in rows.items() if tensor is not None})
 
 
 def resize_images(x: Tensor, image_size: int) -> Tensor:

@@ -34,6 +34,7 @@ class Source:
     reader: Reader
     is_table: bool = False  # rows of a table instead of images: nothing to resize, nothing to cache
     path_kind: str = "folder, zip archive or CSV manifest"  # what `path` may be
+    is_mapped: bool = False  # the pixels stay in the file of the source: nothing to decode, nothing to cache
     is_embedded: bool = False  # the data ship inside a package: no path, no download
     package: str = ""  # the dependency that ships embedded images; a cached file belongs to one version of it
     relative_paths: tuple[str, ...] = ()  # relative to UEFL_DATA and the cache folder, in order of preference
@@ -73,7 +74,9 @@ def read_images(
         raise InputError(sanitize_line(str(e))) from e
     if strict and images.warnings:
         raise InputError(f"{path or name}: {images.warnings[0]} (strict)")
-    return images if images.table else replace(images, x=resize_images(images.x, image_size or 0))
+    if images.table or not image_size:
+        return images
+    return replace(images, x=resize_images(images.x, image_size))
 
 
 def _read_source(name: str, source: Source, path: str, context: ReadContext) -> Images:
@@ -85,7 +88,11 @@ def _read_source(name: str, source: Source, path: str, context: ReadContext) -> 
         path_found = _locate_source(name, source, path, context.show_progress)
         if source.is_table:
             return source.reader(path_found, context)
-        images = _read_cached(name, source.reader, path_found, context)
+        images = (
+            source.reader(path_found, context)
+            if source.is_mapped
+            else _read_cached(name, source.reader, path_found, context)
+        )
     if images.table:
         return images
     return replace(images, mean=_repeat_per_channel(source.mean, images), std=_repeat_per_channel(source.std, images))

@@ -27,11 +27,14 @@ from uefl.core.federation import (
     Silo,
     Split,
     Tensors,
+    find_row,
     gather_accessible_rows,
     is_integer,
     iterate_batch_slices,
+    load_examples,
     size_in_bytes,
 )
+from uefl.core.lazy_tensor import is_lazy, map_inputs
 from uefl.core.noise import NoiseLayer, derive_key, permutation, salt_noise_layers, set_noise_key
 from uefl.engines.optimizer import NamedOptimizer
 from uefl.engines.optimizer_state import (
@@ -77,15 +80,12 @@ class SerialEngine:
             choose_kernels(tf32=matmul_precision != "full")
         sorted_silos = sorted(silos, key=lambda silo: silo.name)  # results do not depend on the given order
         self.silos = {silo.name: self._move_to_device(silo) for silo in sorted_silos}
+        self.num_examples: Mapping[str, int] = {silo.name: len(silo.train.y) for silo in sorted_silos}
         self.public = self._move_examples(collect_public_examples(sorted_silos))
         self.net = copy_to_device(net, self.device, dtype)
         self.initial_tensors = {name: t.clone() for name, t in self.net.state_dict().items()}
         self.client_states: dict[str, Tensors] = {}  # by silo; part of the checkpoint
         self._noise_layers = salt_noise_layers(self.net)
-
-    @property
-    def num_examples(self) -> Mapping[str, int]:
-        return {name: len(silo.train.y) for name, silo in self.silos.items()}
 
     @property
     def domains(self) -> Mapping[str, str]:
@@ -109,7 +109,7 @@ class SerialEngine:
             self.net.eval()
             with torch.no_grad():
                 extras, client_state = method.finish_training(
-                    model, self.silos[name].train, num_steps=num_steps, lr=broadcast.lr
+                    model, self._get_train_examples(name), num_steps=num_steps, lr=broadcast.lr
                 )
             local = self._evaluate(method, model, name, broadcast.round, local_splits)
             tensors = self._store_client_state(method, model, client_state, name, is_personal=broadcast.is_personal)
@@ -147,6 +147,8 @@ class SerialEngine:
             )
 
     def _move_to_device(self, silo: Silo) -> Silo:
+        if is_lazy(silo.train.x):  # its examples are moved when they are read
+            return silo
         move, groups = self._move_examples, silo.train_groups
         return Silo(
             silo.name,
@@ -157,12 +159,22 @@ class SerialEngine:
             train_groups=None if groups is None else groups.to(self.device),
         )
 
+    def _get_train_examples(self, name: str) -> Examples:
+        """Return the training examples of a silo for a method; those of a lazy silo are read if it uses them."""
+        train = self.silos[name].train
+        return self._move_examples(train) if is_lazy(train.x) else train
+
+    def _load_split(self, name: str, split: Split) -> Examples:
+        """Return the examples of a silo on the device; those of a lazy silo are read now."""
+        examples = self.silos[name].examples(split)
+        return self._move_examples(load_examples(examples)) if is_lazy(examples.x) else examples
+
     def _move_examples(self, examples: Examples) -> Examples:
         return move_examples(examples, self.device, self.dtype)
 
     def _receive_broadcast(self, method: Method, broadcast: Broadcast, name: str) -> ClientModel:
         """Copy what this silo receives and its client state into the network; the broadcast itself never changes."""
-        access_row = broadcast.access[broadcast.silo_names.index(name)]
+        access_row = broadcast.access[find_row(broadcast.silo_names, name)]
         model_state = gather_accessible_rows(broadcast.model_state, access_row)
         client_state = self.client_states.get(name) or self._make_client_state(method, name)
         client_state = drop_stale_optimizer_state(client_state, access_row) | self._make_label_state(method, name)
@@ -227,7 +239,7 @@ class SerialEngine:
         )
         if not local.reset_optimizer:
             model.client_state |= pack_optimizer_state(all_optimizers)
-            access_row = broadcast.access[broadcast.silo_names.index(name)]
+            access_row = broadcast.access[find_row(broadcast.silo_names, name)]
             model.client_state[OPTIMIZER_CODEWORDS] = list_codeword_indices(access_row)
         return num_steps
 
@@ -241,7 +253,7 @@ class SerialEngine:
         optimizers: Sequence[NamedOptimizer],
     ) -> int:
         """Run one phase of the local training and return its number of steps on training examples."""
-        examples, step = self.public if phase.is_public else self.silos[name].train, 0
+        examples, step = self.public if phase.is_public else self._load_split(name, "train"), 0
         purpose = addresses.PUBLIC_STEP if phase.is_public else addresses.TRAINING_STEP
         num_examples = phase.count_examples(len(examples.y))
         for epoch in range(phase.epochs):
@@ -288,7 +300,7 @@ class SerialEngine:
         self.net.eval()
         with self._fork_rng(), torch.no_grad(), self._autocast():
             for split in splits:
-                examples = self.silos[name].examples(split)
+                examples = self._load_split(name, split)
                 batch_size = len(examples.y) if client_task.needs_full_split else method.local.eval_batch_size
                 groups = self.silos[name].train_groups if client_task.needs_full_split and split == "train" else None
                 answer: Tensors = {}
@@ -327,8 +339,9 @@ class SerialEngine:
 
 def move_examples(examples: Examples, device: torch.device, dtype: torch.dtype) -> Examples:
     """Return examples on a device, in the type and memory layout in which a network takes them."""
-    x = examples.x.to(device, None if is_integer(examples.x) else dtype)
-    return Examples(to_channels_last(x), examples.y.to(device))
+    target = examples.x.dtype if is_integer(examples.x) else dtype
+    x = map_inputs(examples.x, lambda x: to_channels_last(x.to(device, target)), target)
+    return Examples(x, examples.y.to(device))
 
 
 def seed_noise(layers: Sequence[NoiseLayer], noise_key: int, device: torch.device) -> None:

@@ -129,7 +129,10 @@ class ProgressDisplay:
                 f"{metric.label} {mean_metric(silos.values(), metric.name):.{metric.digits}f}"
                 for metric in select_table_metrics(with_codebook=False)
             ]
-            state["metrics_text"] = "  ".join(means)
+            sample = (
+                f"  ({record['num_evaluated']} of {record['num_silos']} silos)" if "num_evaluated" in record else ""
+            )
+            state["metrics_text"] = "  ".join(means) + sample
         state |= {"iteration": record["iteration"], "round": round_number}
         if "initial_codewords" in record:
             count = record["initial_codewords"]

@@ -138,14 +138,17 @@ def summarize_decision(record: Record) -> dict[str, Any]:
 
 def _average_rounds(rounds: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
     """Average some rounds: the means over silos (mA, mE, mP), and every metric per silo and per domain."""
-    names = [name for name, silo in rounds[-1]["silos"].items() if silo.get("num_examples")]
+    sample = _summarize_samples(rounds)
+    names = [n for n, silo in _join_silos(rounds if sample else rounds[-1:]).items() if silo.get("num_examples")]
     # A silo that joined a finished run has no earlier rounds.
     silos = {name: _mean_metrics([r["silos"][name] for r in rounds if name in r["silos"]]) for name in names}
     for name, silo in silos.items():
-        silo["num_codewords"] = rounds[-1]["silos"][name]["num_codewords"]  # of the last round, not a mean
+        if not sample:
+            silo["num_codewords"] = rounds[-1]["silos"][name]["num_codewords"]  # of the last round, not a mean
     groups = {d: [silos[n] for n in names if domains[n] == d] for d in dict.fromkeys(domains[n] for n in names)}
     return {
         "round": [r["round"] for r in rounds],
+        **({"sample": sample} if sample else {}),
         **{metric.label: mean_metric(silos.values(), metric.name) for metric in TABLE_METRICS},
         **_summarize_quality(silos),
         **_summarize_two_classes(silos),
@@ -153,6 +156,25 @@ def _average_rounds(rounds: Sequence[Record], domains: dict[str, str]) -> dict[s
         "domains": {domain: _mean_metrics(group) for domain, group in groups.items()},
         "silos": {name: {"domain": domains[name], **silo} for name, silo in silos.items()},
     }
+
+
+def _join_silos(rounds: Sequence[Record]) -> Record:
+    """Return the entries of all silos of some rounds, sorted by name; of a silo that has several, one with metrics."""
+    entries = [entry for r in rounds for entry in r["silos"].items()]
+    return dict(sorted(entries, key=lambda entry: (entry[0], "num_examples" in entry[1])))
+
+
+def _summarize_samples(rounds: Sequence[Record]) -> dict[str, Any]:
+    """Return how many silos measured each of these rounds, of how many; empty if all silos were asked to."""
+    sampled = [r for r in rounds if "num_evaluated" in r]
+    if not sampled:
+        return {}
+    return {"num_evaluated": [r["num_evaluated"] for r in sampled], "num_silos": sampled[-1]["num_silos"]}
+
+
+def count_silos(summary: dict[str, Any]) -> int:
+    """Return the number of silos of a run, of one of its aggregations over rounds."""
+    return int(summary["sample"]["num_silos"] if "sample" in summary else len(summary["silos"]))
 
 
 def _summarize_quality(silos: dict[str, dict[str, float]]) -> dict[str, float]:

@@ -43,7 +43,7 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     """Print what happened in finished runs, their table, and what its labels mean."""
     local = {name: RunFolder(path).read_header()["experiment"]["method"]["local"] for name, path in runs.items()}
     lines = describe_joins(runs) + describe_extensions(runs) + describe_lost_rounds(runs) + describe_chance_level(runs)
-    for line in lines + describe_local_differences(local):
+    for line in lines + describe_local_differences(local) + describe_samples(runs):
         console.print(line, soft_wrap=True, markup=False)
     summaries = _read_summaries(runs)
     rounds = describe_rounds(len(summary["round"]) for summary in summaries)
@@ -96,9 +96,12 @@ def make_comparison_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_A
     for name, summary in zip(runs, summaries):
         for column in _list_columns(summary):
             table.add_column(_make_heading(name, column.heading, runs), justify="right", no_wrap=True)
+    is_sample = any("sample" in summary for summary in summaries)  # no rows of silos: each round measured others
     for domain in summaries[0]["domains"]:
         members = [name for name, silo in summaries[0]["silos"].items() if silo["domain"] == domain]
-        for silo_name in members if members != [domain] else []:  # a silo that is its own domain has one row
+        if is_sample and members == [domain]:
+            continue
+        for silo_name in members if members != [domain] and not is_sample else []:  # its own domain has one row
             table.add_row(
                 escape(silo_name), *_format_cells([s["silos"].get(silo_name, {}) for s in summaries], summaries)
             )
@@ -163,7 +166,7 @@ def make_interval_table(runs: Mapping[str, Path], aggregation: str = DEFAULT_AGG
     columns = [(name, summary, m) for name, summary in zip(runs, summaries) for m in TWO_CLASS_METRICS]
     for name, _, metric in columns:
         table.add_column(_make_heading(name, metric.column, runs), justify="right", no_wrap=True)
-    for silo in summaries[0]["silos"]:
+    for silo in () if any("sample" in summary for summary in summaries) else summaries[0]["silos"]:
         table.add_row(escape(silo), *(format_interval(s["silos"].get(silo, {}), m.name) for _, s, m in columns))
     table.add_row("worst silo", *(format_interval(_find_worst_row(s, m), m.name) for _, s, m in columns))
     table.add_section()
@@ -283,6 +286,19 @@ def describe_chance_level(runs: Mapping[str, Path]) -> list[str]:
         summary = RunFolder(folder).read_summary()[DEFAULT_AGGREGATION]
         if line := describe_chance(float(summary["mA"]), RunFolder(folder).read_header()):
             lines.append(f"{name}: {line}")
+    return lines
+
+
+def describe_samples(runs: Mapping[str, Path]) -> list[str]:
+    """Describe runs in which only a sample of the silos measured the model."""
+    lines = []
+    for name, folder in runs.items():
+        if sample := RunFolder(folder).read_summary()[DEFAULT_AGGREGATION].get("sample"):
+            counts = " or ".join(map(str, sorted(set(sample["num_evaluated"]))))
+            lines.append(
+                f"{name}: metrics are of {counts} of {sample['num_silos']} silos per evaluated round, drawn anew each "
+                "time (eval_clients)"
+            )
     return lines
 
 

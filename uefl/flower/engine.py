@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 from uefl.core.errors import InputError, ResumableError
-from uefl.core.federation import Broadcast, Method, Reply, Split, Tensors, gather_accessible_rows, size_in_bytes
+from uefl.core.federation import (
+    Broadcast,
+    Method,
+    Reply,
+    Split,
+    Tensors,
+    find_row,
+    gather_accessible_rows,
+    size_in_bytes,
+)
 from uefl.experiment.settings import to_dict
 from uefl.flower.poll_delay import PollDelay
 from uefl.flower.reply_reader import IdentityMismatch, ReplyReader, ReplyRequest
@@ -210,7 +219,7 @@ class FlowerEngine:
         """Return the checked reply and whether the silo stored client state; `rejected` holds what is wrong."""
         (name,) = broadcast.silo_names
         if isinstance(message, str):
-            return Reply(name, self.num_examples[name], rejected=message), False
+            return Reply(name, self._silo_infos[name].num_examples, rejected=message), False
         received_bytes = sum(size_in_bytes(self._compress(t)) for t in (broadcast.model_state, broadcast.extras))
         try:
             reply, has_client_state = self._reader.read_reply(
@@ -219,13 +228,14 @@ class FlowerEngine:
         except InputError as e:
             if isinstance(e, IdentityMismatch):
                 self.registry.forget_node(name)
-            return Reply(name, self.num_examples[name], received_bytes=received_bytes, rejected=str(e)), False
+            num_examples = self._silo_infos[name].num_examples
+            return Reply(name, num_examples, received_bytes=received_bytes, rejected=str(e)), False
         note = self._describe_data_change(reply)
         return reply._replace(received_bytes=received_bytes, note=note), has_client_state
 
     def _describe_data_change(self, reply: Reply) -> str:
         """Return the note of a reply, with the change of its number of examples since the last round."""
-        before = self.num_examples[reply.silo_name]
+        before = self._silo_infos[reply.silo_name].num_examples
         change = f"training examples changed from {before} to {reply.num_examples}"
         return "; ".join(filter(None, (reply.note, change if reply.num_examples != before else "")))
 
@@ -240,7 +250,7 @@ class FlowerEngine:
 
 def narrow_broadcast(broadcast: Broadcast, silo_name: str) -> Broadcast:
     """Return what one silo receives: shared weights, and of the codewords only its own rows."""
-    access_row = broadcast.access[broadcast.silo_names.index(silo_name)]
+    access_row = broadcast.access[find_row(broadcast.silo_names, silo_name)]
     return broadcast._replace(
         model_state=gather_accessible_rows(broadcast.model_state, access_row),
         silo_names=(silo_name,),

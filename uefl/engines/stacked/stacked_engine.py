@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from uefl.core import noise_addresses as addresses
 from uefl.core.errors import InputError
 from uefl.core.federation import (
+    SPLITS,
     Batch,
     Broadcast,
     ClientModel,
@@ -32,11 +34,13 @@ from uefl.core.federation import (
     Split,
     Tensors,
     Update,
+    find_row,
     gather_accessible_rows,
     is_codeword_tensor,
     iterate_batch_slices,
     size_in_bytes,
 )
+from uefl.core.lazy_tensor import is_lazy
 from uefl.core.noise import batched_permutations
 from uefl.engines.optimizer_state import OPTIMIZER_CODEWORDS, drop_stale_optimizer_state, list_codeword_indices
 from uefl.engines.serial import SerialEngine, has_torch_dropout, to_channels_last
@@ -73,8 +77,10 @@ class StackedEngine(SerialEngine):
         if has_torch_dropout(self.net):
             raise InputError("engine=stacked does not support torch's Dropout; use uefl's Dropout or engine=serial")
         self.max_stack_size = max_stack_size
-        self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda"
-        self._data = DeviceData(self.silos, self.public)
+        self._is_lazy = any(is_lazy(silo.train.x) for silo in self.silos.values())
+        # A captured graph reads from one place, but the examples of lazy silos are loaded anew for every stack.
+        self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda" and not self._is_lazy
+        self._load_stack([*self.silos][:1] if self._is_lazy else [*self.silos])
         self._mapper = SiloMapper(self.net, self.public.x, self.matmul_precision)
         self._trainable_names = self._mapper.trainable_names
         x = next(iter(self.silos.values())).test.x
@@ -196,6 +202,8 @@ class StackedEngine(SerialEngine):
             too_large = 0
             for stack in self._make_stacks(method, broadcasts, batch_size, done):
                 try:
+                    if self._is_lazy:
+                        self._load_stack(stack.silo_names)
                     replies = run_stack(stack)
                 except torch.OutOfMemoryError:
                     too_large = len(stack.silo_names)
@@ -206,6 +214,12 @@ class StackedEngine(SerialEngine):
                 return
             del stack  # frees its memory, as leaving the handler above freed that of the failed step
             self._split_stacks(too_large)
+
+    def _load_stack(self, silo_names: Sequence[str]) -> None:
+        """Put the examples of these silos on the device."""
+        splits: dict[str, dict[str, Any]]
+        splits = {name: {split: self._load_split(name, split) for split in SPLITS} for name in silo_names}
+        self._data = DeviceData({name: replace(self.silos[name], **own) for name, own in splits.items()}, self.public)
 
     def _split_stacks(self, too_large: int) -> None:
         """Halve the stacks after one of this size did not fit into the device's memory."""
@@ -248,7 +262,7 @@ class StackedEngine(SerialEngine):
         extras = {n: to_channels_last(t.to(self.device)) for n, t in broadcast.extras.items()}
         clients = []
         for name in names:
-            access_row = broadcast.access[broadcast.silo_names.index(name)]
+            access_row = broadcast.access[find_row(broadcast.silo_names, name)]
             codewords = {
                 n: self._move_tensor(t)
                 for n, t in gather_accessible_rows(broadcast.model_state, access_row).items()

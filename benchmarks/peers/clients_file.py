@@ -1,0 +1,109 @@
+"""Many clients in one mapped file, and the work that all contenders do: per round, 100 drawn clients train.
+
+A client has 50 to 200 training images and ten test images of MNIST, whose images repeat. The network is the encoder
+`lenet-fmnist` with a small classifier; SGD, batch size 10, one local epoch.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from uefl.core.noise import derive_key, permutation, uniform
+from uefl.data.readers.tensor_file import map_pixels
+from uefl.data.sources import read_images
+
+CLIENTS_PER_ROUND, LR, BATCH_SIZE, NUM_CLASSES, SEED = 100, 0.1, 10, 10, 0
+TRAIN_SIZES, TEST_SIZE, NUM_HELD_OUT = (50, 200), 10, 2000
+MEAN, STD = 0.5, 0.25  # of the data set `tensors`
+
+
+class ClientsFile(NamedTuple):
+    """The images of all clients, mapped; the rows of client k begin at starts[k] with its test images."""
+
+    pixels: Any  # np.memmap uint8 [n, 1, 28, 28]
+    labels: Tensor
+    starts: Tensor  # [K + 1]
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.starts) - 1
+
+    def load_train(self, client: int) -> tuple[Tensor, Tensor]:
+        """Read the training examples of a client."""
+        rows = slice(int(self.starts[client]) + TEST_SIZE, int(self.starts[client + 1]))
+        return scale_pixels(np.array(self.pixels[rows])), self.labels[rows]
+
+
+def write_clients(path: Path, num_clients: int, data: str) -> None:
+    """Write the file of clients, and beside it the images that no client has."""
+    images = read_images(data)
+    order = permutation(derive_key("benchmarks"), len(images.y))
+    held_out, own = order[:NUM_HELD_OUT], order[NUM_HELD_OUT:]
+    low, high = TRAIN_SIZES
+    sizes = (low + uniform(derive_key("clients"), (num_clients,)) * (high + 1 - low)).long() + TEST_SIZE
+    silo = torch.repeat_interleave(torch.arange(num_clients), sizes)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    rows = own[torch.arange(len(silo)) % len(own)]
+    is_test = torch.arange(len(silo)) - starts[silo] < TEST_SIZE
+    save_file({"x": images.x[rows], "y": images.y[rows], "silo": silo, "is_test": is_test, "starts": starts}, path)
+    save_file({"x": images.x[held_out], "y": images.y[held_out]}, _get_held_out_path(path))
+
+
+def open_clients(path: str) -> ClientsFile:
+    """Map the file of clients, and limit torch to one thread."""
+    torch.set_num_threads(1)
+    with safe_open(path, framework="pt") as file:
+        labels, starts = (file.get_tensor(name).clone() for name in ("y", "starts"))
+    return ClientsFile(map_pixels(Path(path)), labels, starts)
+
+
+def scale_pixels(pixels: Any) -> Tensor:
+    """Scale pixels as the data set `tensors` does."""
+    return (torch.from_numpy(pixels).float() / 255 - MEAN) / STD
+
+
+def make_network() -> nn.Sequential:
+    """Make the network from layers of torch; its tensors are in the order of uefl's."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 4, 5), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(4, 12, 5), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()),
+        *(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, NUM_CLASSES)),
+    )
+
+
+def parse_arguments() -> tuple[str, int]:
+    """Return the file of clients and the number of rounds that the command line names."""
+    return sys.argv[1], int(sys.argv[2])
+
+
+def report_begin() -> None:
+    """Print the begin of the first round for the clock of the parent process."""
+    print("begin", flush=True)
+
+
+def report_round() -> None:
+    """Print the end of a round."""
+    print("round", flush=True)
+
+
+@torch.no_grad()
+def report_accuracy(path: str, net: nn.Module) -> None:
+    """Print the accuracy of the final model on the images that no client has."""
+    with safe_open(_get_held_out_path(Path(path)), framework="pt") as file:
+        x, y = scale_pixels(file.get_tensor("x").numpy()), file.get_tensor("y")
+    print(f"accuracy {float((net.eval()(x).argmax(1) == y).double().mean()):.4f}", flush=True)
+
+
+def _get_held_out_path(path: Path) -> Path:
+    return path.with_name(f"held-out-{path.name}")

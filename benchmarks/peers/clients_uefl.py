@@ -1,0 +1,77 @@
+"""uefl: `uefl run fedavg tensors path=FILE` as a user runs it, with records and checkpoints of every round.
+
+The third argument is the number of clients that measure the model of every round; 0 measures only after the last.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.clients_file import (
+    BATCH_SIZE,
+    CLIENTS_PER_ROUND,
+    LR,
+    SEED,
+    make_network,
+    parse_arguments,
+    report_accuracy,
+    report_begin,
+    report_round,
+)
+from uefl.algorithms.fedavg import FedAvg
+from uefl.core.local import LocalTraining
+from uefl.data.config import DataConfig
+from uefl.experiment.checkpoint import load_checkpoint
+from uefl.experiment.experiment import Experiment
+from uefl.experiment.run import run
+from uefl.experiment.run_folder import RunFolder
+from uefl.models.model_config import ModelConfig
+
+
+def make_experiment(file: str, rounds: int, eval_clients: int) -> Experiment:
+    """Return the experiment of this workload."""
+    local = LocalTraining(optimizer="sgd", momentum=0.0, lr=LR, batch_size=BATCH_SIZE, epochs=1)
+    method = FedAvg(
+        rounds=rounds,
+        iterations=1,
+        clients_per_round=CLIENTS_PER_ROUND,
+        eval_clients=eval_clients or CLIENTS_PER_ROUND,
+        evaluate_every=1 if eval_clients else rounds + 1,
+        mc_samples=1,
+        local=local,
+    )
+    everything: dict[str, Any] = {"shifts": (), "num_silos": (), "train_per_silo": 0, "test_per_silo": 0}
+    data = DataConfig(name="tensors", path=file, partitioner="natural", validation_fraction=0, **everything)
+    model = ModelConfig(encoder="lenet-fmnist", width=64, hidden_size=32, dropout=0.0, feature_norm="none")
+    return Experiment(method=method, data=data, model=model, seed=SEED)
+
+
+def main() -> None:
+    """Run the federation."""
+    (file, rounds), trained = parse_arguments(), 0
+
+    def on_event(event: dict[str, Any]) -> None:
+        nonlocal trained
+        if event["kind"] == "silo" and event["activity"] == "training":
+            if trained % CLIENTS_PER_ROUND == 0:
+                report_round() if trained else report_begin()
+            trained += 1
+
+    with tempfile.TemporaryDirectory() as folder:
+        experiment = make_experiment(file, rounds, int(sys.argv[3]))
+        path = run(experiment, Path(folder), on_event=on_event)
+        report_round()
+        server, _ = load_checkpoint(RunFolder(path).server_path, "cpu")
+    net = make_network()
+    net.load_state_dict(dict(zip(net.state_dict(), server.model_state.values(), strict=True)))
+    report_accuracy(file, net)
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    main()
