@@ -1,5 +1,7 @@
 """Which engine `auto` chooses. The choice itself needs no GPU."""
 
+import multiprocessing
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ from uefl.core.errors import InputError
 from uefl.core.federation import Silo
 from uefl.core.local import LocalTraining
 from uefl.engines.choosing import choose_engine
+from uefl.engines.processes import worker_pool
 from uefl.models.network import Net
 
 
@@ -18,15 +21,44 @@ class DataDependentLayer(nn.Module):
         return x.flatten(1) if x.mean().item() < 1 else -x.flatten(1)
 
 
-def choose(device: str, *layers: nn.Module, width: int = 4, rounds: int = 5, name: str = "auto") -> str:
+def choose(device: str, *layers: nn.Module, width: int = 4, rounds: int = 5, name: str = "auto", **numbers: int) -> str:
     encoder = nn.Sequential(nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), *layers)
     silos = [Silo.from_tensors(f"s{i}", torch.zeros(200, 1, 8, 8), torch.zeros(200).long()) for i in range(4)]
     local = LocalTraining(batch_size=64, epochs=20)
-    return choose_engine(name, device, Net(encoder, 2, (1, 8, 8)), silos, local, rounds)
+    return choose_engine(name, device, Net(encoder, 2, (1, 8, 8)), silos, local, rounds, **numbers)
 
 
-def test_a_cpu_uses_the_serial_engine():
-    assert choose("cpu") == "serial"
+@pytest.fixture
+def four_cores(monkeypatch):
+    monkeypatch.setattr(worker_pool, "count_cores", lambda: 4)
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_long_run_on_a_cpu_is_spread_over_processes():
+    steps, examples = 4 * 3 * 20, 4 * 144 * 20  # of a round: silos, steps or examples of one, epochs
+    flops_per_example = 2 * (64 * 4 * 9 + 256 * 512 + 512 * 2)  # of a forward pass: convolution and two layers
+    rounds = int(30 / (steps * 1e-3 + 3 * flops_per_example * examples / 5e10))
+    assert choose("cpu", rounds=rounds) == "serial"
+    assert choose("cpu", rounds=rounds + 1) == "processes"
+    assert choose("cpu", width=5, rounds=rounds) == "processes", "a larger network takes longer"
+    assert choose("cpu", rounds=rounds + 1, clients_per_round=3) == "serial", "fewer silos take less time"
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_run_is_spread_only_over_idle_cores(monkeypatch):
+    assert choose("cpu", rounds=1000, clients_per_round=1) == "serial", "a single silo per round"
+    assert choose("cpu", rounds=1000, num_workers=1) == "serial", "as the user sets it"
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    assert choose("cpu", rounds=1000) == "serial", "a process of a comparison, whose other runs use the other cores"
+    monkeypatch.undo()
+    monkeypatch.setattr(worker_pool, "count_cores", lambda: 1)
+    assert choose("cpu", rounds=1000) == "serial"
+
+
+@pytest.mark.usefixtures("four_cores")
+def test_a_system_that_cannot_share_memory_uses_the_serial_engine(monkeypatch):
+    monkeypatch.setattr("uefl.engines.choosing.can_start_processes", lambda: False)
+    assert choose("cpu", rounds=1000) == "serial"
 
 
 def test_small_networks_are_stacked_on_cuda():
@@ -48,5 +80,12 @@ def test_networks_that_cannot_be_stacked_use_the_serial_engine(layer):
 def test_a_named_engine_is_used_unless_the_device_does_not_support_it():
     assert choose("cuda", name="serial") == "serial"
     assert choose("cpu", name="stacked") == "stacked"
-    with pytest.raises(InputError, match="engine=compiled needs a CUDA device; on cpu use auto, serial or stacked"):
+    assert choose("cpu", name="processes") == "processes"
+    with pytest.raises(
+        InputError, match="engine=compiled needs a CUDA device; on cpu use auto, serial, processes or stacked"
+    ):
         choose("cpu", name="compiled")
+    with pytest.raises(
+        InputError, match="engine=processes needs device=cpu; on cuda use auto, serial, stacked or comp"
+    ):
+        choose("cuda", name="processes")

@@ -225,7 +225,9 @@ def test_names_of_engines_and_files_of_a_run_are_known_without_torch() -> None:
 
 
 def test_an_unknown_engine_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="unknown engine 'warp'; known: auto, serial, stacked, compiled, flower"):
+    with pytest.raises(
+        InputError, match="unknown engine 'warp'; known: auto, serial, processes, stacked, compiled, flower"
+    ):
         run(tiny_experiment(), tmp_path, engine="warp")
 
 

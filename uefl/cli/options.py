@@ -26,8 +26,10 @@ ThreadsOption = Annotated[
 EngineOption = Annotated[
     str,
     typer.Option(
-        help="serial: one silo after another; stacked: many silos in one tensor; compiled: stacked with torch.compile "
-        "(CUDA); flower: one process per silo; auto: serial on a CPU, the fastest suitable engine on CUDA."
+        help="serial: one silo after another; processes: silos spread over all cores, with the bits of serial (CPU); "
+        "stacked: many silos in one tensor; compiled: stacked with torch.compile (CUDA); flower: one process per silo; "
+        "auto: on a CPU serial, or processes for a single run of half a minute or more, on CUDA the fastest suitable "
+        "engine."
     ),
 ]
 PresetOption = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -29,6 +30,7 @@ def run(
     out: OutputOption = Path("runs"),
     device: DeviceOption = "cpu",
     threads: ThreadsOption = 1,
+    workers: Annotated[int, typer.Option(help="Worker processes of the engine processes; 0 means one per core.")] = 0,
     preset: PresetOption = "default",
     engine: EngineOption = "auto",
     skip_bad: SkipBadOption = False,
@@ -54,4 +56,4 @@ def run(
     from uefl.experiment.targets import compare_targets, leaves_all_out
 
     compare = compare_targets if leaves_all_out(experiments) else compare_experiments
-    compare(experiments, out, RunResources(device, threads, 1, engine), Console())
+    compare(experiments, out, RunResources(device, threads, 1, engine, workers), Console())

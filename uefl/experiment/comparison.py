@@ -44,6 +44,7 @@ class RunResources(NamedTuple):
     threads: int = 1  # PyTorch threads per run
     workers: int = 0  # parallel runs; 0: one per core, on CUDA at most a few
     engine: str = "auto"
+    num_workers: int = 0  # worker processes of a run with the engine `processes`; 0: one per core
 
 
 def compare_experiments(
@@ -57,17 +58,22 @@ def run_experiments(
     experiments: Mapping[str, Experiment], out: Path, resources: RunResources, console: Console
 ) -> dict[str, Path]:
     """Run experiments, each in its own folder, and show their progress."""
-    device, threads, workers, engine = resources
+    device, threads, workers, engine, num_workers = resources
     check_device(device)
     if threads < 1:
         raise InputError(f"threads={threads} must be at least 1")
+    if engine == "processes" and len(experiments) > 1:
+        if workers > 1:
+            raise InputError(f"engine=processes gives all cores to one run; use engine=serial for {workers} at once")
+        workers = 1
     workers = choose_workers(workers, len(experiments), device)
     torch.set_num_threads(threads)
     with ProgressDisplay(console) as display:
         if len(experiments) == 1:
             name, experiment = next(iter(experiments.items()))
             on_event = partial(display.on_event, name)
-            return {name: run(experiment, out, device=device, engine=engine, on_event=on_event)}
+            folder = run(experiment, out, device=device, engine=engine, num_workers=num_workers, on_event=on_event)
+            return {name: folder}
         return run_in_parallel(
             experiments, out, workers=workers, device=device, engine=engine, on_event=display.on_event
         )

@@ -30,11 +30,13 @@ class RunPlan:
     codebook_size: CodebookSize | None = None
 
 
-def make_plan(method: FedAvg, net: nn.Module, silos: Sequence[Silo], device: str) -> RunPlan:
-    """Count, and measure the time of a training step on a copy of the network."""
+def make_plan(method: FedAvg, net: nn.Module, silos: Sequence[Silo], device: str, *, num_parallel: int = 1) -> RunPlan:
+    """Count, and measure the time of a training step on a copy of the network; `num_parallel` silos run at once."""
     num_images = sum(len(silo.examples(split).y) for silo in silos for split in SPLITS)
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
-    seconds = _measure_step(method, net, silos, device) * _count_steps(method, silos)
+    num_at_once = method.clients_per_round or len(silos)
+    share = -(-num_at_once // num_parallel) / num_at_once  # of the silos that one process has to run
+    seconds = _measure_step(method, net, silos, device) * _count_steps(method, silos) * share
     size = method.codebook_hooks.choose_size(net, [len(silo.train.y) for silo in silos])
     return RunPlan(num_images, len(silos), num_parameters, method.total_rounds, seconds, size)
 

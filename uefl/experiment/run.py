@@ -26,8 +26,9 @@ from uefl.core.federation import Broadcast, Clients, Method, ServerState, Silo, 
 from uefl.data.images import Images
 from uefl.data.input_format import describe_source
 from uefl.data.quality import collect_warnings
-from uefl.engines import ENGINE_NAMES, ENGINES, IN_PROCESS_ENGINES
+from uefl.engines import ENGINE_NAMES, ENGINES, IN_PROCESS_ENGINES, SAME_BITS_ENGINES
 from uefl.engines.choosing import check_device, choose_engine
+from uefl.engines.processes.worker_pool import choose_num_workers
 from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
 from uefl.experiment.chance import compute_chance_accuracy
@@ -85,10 +86,14 @@ def run(
     *,
     device: str = "cpu",
     engine: str = "auto",
+    num_workers: int = 0,
     on_event: Listener = lambda _: None,
 ) -> Path:
-    """Run an experiment, resume it, or find it finished; return its folder."""
-    prepared = prepare_run(experiment, device=device, engine=engine, on_event=on_event)
+    """Run an experiment, resume it, or find it finished; return its folder.
+
+    `num_workers` is for `engine=processes`; 0 takes one per core.
+    """
+    prepared = prepare_run(experiment, device=device, engine=engine, num_workers=num_workers, on_event=on_event)
     engine = prepared.context.engine
 
     def open_clients() -> AbstractContextManager[Engine]:
@@ -103,16 +108,30 @@ def run(
                 on_silo_event=make_engine_listeners(on_event)["on_progress"],
             )
             return clients
-        plan = make_plan(prepared.experiment.method, prepared.net, prepared.silos, device)
-        on_event({"kind": "plan", **asdict(plan)})
         settings = {**make_engine_settings(prepared), **make_engine_listeners(on_event)}
+        if engine == "processes":
+            settings["num_workers"] = choose_num_workers(num_workers, len(prepared.silos))
+        plan = make_plan(
+            prepared.experiment.method,
+            prepared.net,
+            prepared.silos,
+            device,
+            num_parallel=settings.get("num_workers", 1),
+        )
+        on_event({"kind": "plan", **asdict(plan)})
         return releasing(make_clients(prepared.silos, prepared.net, seed=prepared.experiment.seed, **settings))
 
     return run_with_clients(prepared.experiment, root, prepared.context, open_clients, on_event)
 
 
 def prepare_run(
-    experiment: Experiment, *, device: str, engine: str, on_event: Listener, images: Images | None = None
+    experiment: Experiment,
+    *,
+    device: str,
+    engine: str,
+    on_event: Listener,
+    images: Images | None = None,
+    num_workers: int = 0,
 ) -> PreparedRun:
     """Load the data, unless their images are given, build the network and choose the engine."""
     if engine not in ENGINE_NAMES:
@@ -129,7 +148,11 @@ def prepare_run(
     silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
     input_shape = tuple(silos[0].test.x.shape[1:])
     net = experiment.build_network(input_shape, len(images.classes))
-    engine = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
+    engine = choose_engine(
+        *(engine, device, net, silos, method.local, method.total_rounds),
+        clients_per_round=method.clients_per_round,
+        num_workers=num_workers,
+    )
     domains = {silo.name: silo.domain for silo in silos}
     counts = {silo.name: count_labels(silo.train.y, len(images.classes)) for silo in silos}
     context = RunContext(
@@ -340,7 +363,8 @@ def check_environment(folder: RunFolder, context: RunContext) -> None:
     """Raise an `InputError` if a run would be resumed otherwise than it was started."""
     header = folder.read_header()
     for name, value in describe_environment(context).items():
-        if header[name] != value:
+        has_same_bits = name == "engine" and {header[name], value} <= set(SAME_BITS_ENGINES)
+        if header[name] != value and not has_same_bits:
             raise InputError(
                 f"{folder.path} was started with {name} {header[name]}, but {name} is now {value}; "
                 "resume it as it was started, or choose another folder with --out"

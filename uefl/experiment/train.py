@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,16 +127,27 @@ def train(
     seed: int = 0,
     device: str = "cpu",
     engine: str = "auto",
+    num_workers: int = 0,
     on_record: Callable[[Record], None] = lambda _: None,
 ) -> TrainingResult:
-    """Train a method on silos with any encoder; `on_record` is called with the record of every round."""
+    """Train a method on silos with any encoder; `on_record` is called with the record of every round.
+
+    `num_workers` is for `engine="processes"`; 0 takes one per core.
+    """
     if engine not in ("auto", *IN_PROCESS_ENGINES):
         raise unknown_value_error("engine", engine, ("auto", *IN_PROCESS_ENGINES))
     check_device(device)
 
     def make_clients(silos: Sequence[Silo], net: nn.Module) -> SerialEngine:
-        name = choose_engine(engine, device, net, silos, method.local, method.total_rounds)
-        clients: SerialEngine = ENGINES[name](silos, net, seed=seed, device=device)
+        name = choose_engine(
+            *(engine, device, net, silos, method.local, method.total_rounds),
+            clients_per_round=method.clients_per_round,
+            num_workers=num_workers,
+        )
+        settings = {"num_workers": num_workers} if name == "processes" else {}
+        clients: SerialEngine = ENGINES[name](
+            silos, net, seed=seed, device=device, on_warning=warnings.warn, **settings
+        )
         return clients
 
     return train_clients(
@@ -179,11 +191,13 @@ def train_clients(
     silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
     clients = make_clients(silos, net)
     records: list[Record] = []
-    for server in iterate_rounds(method, clients):
-        records += server.completed_records
-        for record in server.completed_records:
-            on_record(record)
-    clients.release()
+    try:
+        for server in iterate_rounds(method, clients):
+            records += server.completed_records
+            for record in server.completed_records:
+                on_record(record)
+    finally:
+        clients.release()
     server = server.replace(completed_records=())
     summary = summarize_records(records, {silo.name: silo.domain for silo in silos})
     method_name, method_settings = describe_method(method)

@@ -1,0 +1,247 @@
+"""The engine `processes`: silos of one run spread over worker processes, with the bits of the serial engine.
+
+A client is a function of what its silo receives and of its client state, and both come from this process: so any worker
+may run any silo, in any order. Replies are returned in the order of the serial engine, in which the server adds them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from uefl.core.errors import InputError, ResumableError
+from uefl.core.federation import Broadcast, Method, Reply, Silo, Split, Tensors, size_in_bytes
+from uefl.engines.processes.channel import Slot
+from uefl.engines.processes.shared_tensors import Parcel, pack
+from uefl.engines.processes.worker_pool import WorkerHandle, WorkerPool, can_start_processes, choose_num_workers
+from uefl.engines.processes.worker_process import EngineParts, TorchSettings, Work, describe_error
+from uefl.engines.serial import SerialEngine
+
+MAX_HELD_BYTES = 2**30  # of replies that wait for the reply of an earlier silo
+MAX_ATTEMPTS = 2  # a silo whose process ends twice probably needs more memory than there is
+
+
+class CannotSpreadError(Exception):
+    """Silos cannot run in other processes; the message is the reason."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an error in a worker process."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Schedule:
+    """The silos of one message: which wait, which run, and what those that are done replied."""
+
+    def __init__(self, sizes: dict[str, int], window: int) -> None:
+        self.names = list(sizes)  # in the order in which replies are returned
+        self.sizes, self.window = sizes, window
+        self.num_returned = 0
+        self.waiting = set(self.names)
+        self.results: dict[str, tuple[Any, ...]] = {}
+        self.attempts = dict.fromkeys(self.names, 0)
+
+    def choose_next(self) -> str:
+        """Return the largest waiting silo among the next ones to be returned, or an empty string."""
+        near = self.names[self.num_returned : self.num_returned + self.window]
+        return max((n for n in near if n in self.waiting), key=lambda n: self.sizes[n], default="")
+
+
+class ProcessEngine(SerialEngine):
+    """Run clients in worker processes; where that is impossible, run them in this one, with a warning.
+
+    `num_workers=0` takes as many processes as there are cores. A `pool` is shared with other engines and stays open.
+    """
+
+    def __init__(
+        self,
+        silos: Sequence[Silo],
+        net: nn.Module,
+        *,
+        num_workers: int = 0,
+        pool: WorkerPool | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(silos, net, **settings)
+        if self.device.type != "cpu":
+            raise InputError(f"engine=processes needs device=cpu, not {self.device}; use auto, serial or stacked")
+        num_workers = choose_num_workers(num_workers, len(self.silos))
+        self._pool, self._owns_pool = pool or WorkerPool(num_workers), pool is None
+        self._data: Parcel | None = None
+        self._broadcast: Parcel | None = None  # its buffer is reused
+        self._schedule = Schedule({}, 1)
+        self._is_serial = False  # silos cannot run in other processes
+
+    def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
+        work = Work(TorchSettings.read(), method, broadcast, "fit", {"evaluate": evaluate})
+        num_done = 0
+        for reply in self._spread(work, ("train",)):
+            num_done += 1
+            yield reply
+        yield from super().fit(method, skip_participants(broadcast, num_done), evaluate=evaluate)
+
+    def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
+        work = Work(TorchSettings.read(), method, broadcast, "query", {"task": task, "splits": splits})
+        num_done = 0
+        for reply in self._spread(work, splits):
+            num_done += 1
+            yield reply
+        yield from super().query(method, task, skip_participants(broadcast, num_done), splits)
+
+    def release(self) -> None:
+        """End the worker processes; a later round starts them again."""
+        self._broadcast = None
+        if self._owns_pool:
+            self._pool.close()
+
+    def _spread(self, work: Work, splits: Sequence[Split]) -> Iterator[Reply]:
+        """Run silos in worker processes; where that is impossible, warn and return without the remaining replies."""
+        if self._is_serial:
+            return
+        try:
+            yield from self._run(work, splits)
+        except CannotSpreadError as e:
+            self._pool.close()
+            self._is_serial = True
+            self.on_warning(f"engine=processes: {e}; silos run one after another, with the same results")
+        except GeneratorExit:
+            raise  # the caller wants no further reply
+        except BaseException:
+            self._pool.close()  # a message may be half received
+            raise
+
+    def _run(self, work: Work, splits: Sequence[Split]) -> Iterator[Reply]:
+        if not can_start_processes():
+            raise CannotSpreadError("this system cannot send memory from process to process")
+        self._finish_schedule()
+        self._pack(work)
+        sizes = {
+            name: sum(len(self.silos[name].examples(split).y) for split in splits)
+            for name in sorted(work.broadcast.participants)
+        }
+        held = MAX_HELD_BYTES // max(1, size_in_bytes(work.broadcast.model_state))
+        schedule = self._schedule = Schedule(sizes, max(held, 2 * self._pool.num_workers))
+        try:
+            for name in schedule.names:
+                self._exchange(schedule, block=False)
+                while name not in schedule.results:
+                    self._exchange(schedule, block=True)
+                schedule.num_returned += 1
+                reply, client_state = take_result(schedule.results.pop(name))
+                if work.call == "fit":
+                    self.client_states[name] = client_state
+                yield reply
+        finally:
+            schedule.waiting.clear()
+
+    def _finish_schedule(self) -> None:
+        """Complete the message before, whose replies the caller may still need: its shared memory is used again."""
+        self._schedule.window = len(self._schedule.names)
+        while self._schedule.waiting or any(worker.silo_name for worker in self._pool.workers):
+            self._exchange(self._schedule, block=True)
+
+    def _pack(self, work: Work) -> None:
+        """Put what silos receive, and before the first message all data, into shared memory."""
+        try:
+            if self._data is None:
+                parts = EngineParts(
+                    self.silos,
+                    self.public,
+                    self.net,
+                    self.initial_tensors,
+                    self.seed,
+                    self.dtype,
+                )
+                self._data = pack(parts)
+                shared: EngineParts = self._data.unpack()
+                self.silos, self.public = shared.silos, shared.public  # so that the data are in memory once
+            self._broadcast = pack(work, self._broadcast and self._broadcast.buffer)
+        except (pickle.PicklingError, AttributeError, TypeError) as e:
+            raise CannotSpreadError(explain_pickling_error(describe_error(e))) from None
+
+    def _exchange(self, schedule: Schedule, *, block: bool) -> None:
+        """Give tasks to idle workers, then take what workers have sent."""
+        try:
+            self._pool.start()
+        except OSError as e:
+            raise CannotSpreadError(f"no process can be started ({describe_error(e)})") from None
+        for worker in self._pool.workers:
+            if not worker.silo_name and (name := schedule.choose_next()):
+                schedule.waiting.remove(name)
+                worker.silo_name = name
+                self._send_task(worker, name)
+        for worker, answer in self._pool.receive(block=block):
+            if answer is None:
+                self._replace_worker(worker, schedule)
+            else:
+                self._take_answer(worker, schedule, *answer)
+
+    def _send_task(self, worker: WorkerHandle, name: str) -> None:
+        assert self._data, "a message is packed before its tasks"
+        assert self._broadcast, "a message is packed before its tasks"
+        try:
+            if worker.data is not self._data:
+                worker.channel.send_parcel(Slot.DATA, self._data)
+                worker.data = self._data
+            if worker.broadcast is not self._broadcast:
+                worker.channel.send_parcel(Slot.BROADCAST, self._broadcast)
+                worker.broadcast = self._broadcast
+            client_state: Tensors = self.client_states.get(name, {})
+            worker.channel.send((name, client_state))
+        except OSError:
+            return  # the process has ended, which is read from its connection
+
+    def _take_answer(self, worker: WorkerHandle, schedule: Schedule, kind: str, *content: Any) -> None:
+        if kind == "ready":
+            worker.is_ready = True
+        elif kind == "progress":
+            self.on_progress(*content)
+        elif kind == "warning":
+            self.on_warning(*content)
+        elif kind == "unloadable":
+            raise CannotSpreadError(explain_pickling_error(content[1]))
+        else:
+            worker.silo_name = ""
+            schedule.results[content[0]] = (kind, *content[1:])
+
+    def _replace_worker(self, worker: WorkerHandle, schedule: Schedule) -> None:
+        """Let another process do the work of one that has ended."""
+        exit_code, name = self._pool.remove(worker), worker.silo_name
+        ended = f"worker process {worker.process.pid} ended with exit code {exit_code}"
+        if not worker.is_ready:
+            raise CannotSpreadError(f"{ended} at its start")
+        if not name:
+            return
+        schedule.attempts[name] += 1
+        if schedule.attempts[name] == MAX_ATTEMPTS:
+            raise ResumableError(
+                f"{ended}, the second one at silo {name}; its memory may be too small: run the same command again to "
+                "resume, with fewer workers or engine=serial"
+            )
+        schedule.waiting.add(name)
+        self.on_warning(f"{ended}; silo {name} starts again in another process")
+
+
+def take_result(result: tuple[Any, ...]) -> tuple[Reply, Tensors]:
+    """Return the reply and the client state of a silo, or raise the error of its process."""
+    kind, *content = result
+    if kind == "failed":
+        error, remote_traceback = content
+        raise error from RemoteTraceback(remote_traceback)
+    reply, client_state = content
+    return reply, client_state
+
+
+def explain_pickling_error(error: str) -> str:
+    """Return why a network or a method cannot be sent to another process."""
+    return f"workers need classes and functions that a module can import ({error})"
+
+
+def skip_participants(broadcast: Broadcast, count: int) -> Broadcast:
+    """Return a broadcast without its first participants."""
+    return broadcast._replace(participants=tuple(sorted(broadcast.participants)[count:]))
