@@ -41,6 +41,7 @@ FROZEN = {
     "EXPORTED_MASKS": "exported masks",
     "CALIBRATION_PART": "calibration",
     "DRIFT_PERMUTATIONS": "drift permutations",
+    "JOIN_FOLDS": "join folds",
 }
 
 
