@@ -55,11 +55,13 @@ def list_counts(silo: Silo) -> list[int]:
     return sorted({min(count, available) for count in COUNTS})
 
 
-def list_tasks(setup: Any, dataset: str, settings: tuple[str, ...], seeds: Sequence[int]) -> Iterator[Task]:
-    """Yield every way that exists, for every silo, seed and number of labeled examples."""
+def list_tasks(
+    setup: Any, dataset: str, settings: tuple[str, ...], seeds: Sequence[int], chosen: Sequence[str] = tuple(WAYS)
+) -> Iterator[Task]:
+    """Yield the chosen ways that exist, for every silo, seed and number of labeled examples."""
     for seed in seeds:
         for name, federation in load_federations(setup, seed, dataset, settings).items():
-            ways = [way for way in WAYS if way != "join, own batch norm" or federation.has_batch_norm]
+            ways = [way for way in chosen if way != "join, own batch norm" or federation.has_batch_norm]
             for count in list_counts(federation.newcomer):
                 for way in ways:
                     yield Task(setup, dataset, settings, name, seed, count, way)
@@ -89,6 +91,8 @@ def run(
     ] = "auto",
     workers: Annotated[int, typer.Option(help="Parallel processes; 0: one per core.")] = 1,
     settings: Annotated[str, typer.Option(help="Settings of UEFL as field=value, separated by spaces.")] = "",
+    ways: Annotated[str, typer.Option(help="Rows of the table, separated by semicolons; empty: all.")] = "",
+    counts: Annotated[str, typer.Option(help="Numbers of labeled examples, separated by commas; empty: all.")] = "",
     models: Annotated[Path, typer.Option(help="Folder of the trained federations of the other silos.")] = Path(
         "runs/joining"
     ),
@@ -99,12 +103,17 @@ def run(
         raise unknown_value_error("setup", setup, ("hospitals", "rotations"))
     if engine not in ("auto", "stacked", "serial"):
         raise unknown_value_error("engine", engine, ("auto", "stacked", "serial"))
+    chosen = [way.strip() for way in ways.split(";")] if ways else list(WAYS)
+    if unknown := [way for way in chosen if way not in WAYS]:
+        raise unknown_value_error("way", unknown[0], tuple(WAYS))
     check_device(device)
     out.parent.mkdir(parents=True, exist_ok=True)
     is_stacked = engine == "stacked" or (engine == "auto" and device.startswith("cuda"))
     resources = Resources(device, is_stacked, models)
     name = "heart" if setup == "hospitals" else dataset
-    tasks = list(list_tasks(setup, name, tuple(shlex.split(settings)), parse_seeds(seeds)))
+    tasks = list(list_tasks(setup, name, tuple(shlex.split(settings)), parse_seeds(seeds), chosen))
+    if counts:
+        tasks = [task for task in tasks if str(task.count) in counts.split(",")]
     done = {make_key(record) for record in read_records(out)}
     missing = list_missing(tasks, done)
     parents = dict.fromkeys(task.parent for task in missing if task.way in PARENTS)

@@ -11,7 +11,8 @@ RECORDS, PAGE = Path("results/joining.jsonl"), Path("docs/joining-study.md")
 COUNTS = (25, 50, 100, 500, 2000)  # labeled examples; as many as there are
 WAYS = {
     "shared model": "UEFL of the other silos, nothing trained",
-    "join": "`uefl join`: its own codewords",
+    "join": "`uefl join`: what is trained is chosen by examples left out, among the next two rows and a new classifier",
+    "join, own codewords": "`uefl join head=shared`",
     "join, own head": "`uefl join head=own`",
     "join, own batch norm": "`uefl join batch_norm=own`; only where the encoder has batch norm",
     "local-only": "trained alone from the start, as many epochs as a silo of the run",

@@ -48,15 +48,17 @@ SetupName = Literal["hospitals", "rotations"]
 UEFL_PARENT, FEDAVG_PARENT = "UEFL of the others", "FedAvg of the others"  # tasks whose result is a trained federation
 JOINS = {  # settings of a join, and the trained federation that it starts from
     "join": (JoinSettings(), UEFL_PARENT),
+    "join, own codewords": (JoinSettings(head="shared"), UEFL_PARENT),
     "join, own head": (JoinSettings(head="own"), UEFL_PARENT),
-    "join, own batch norm": (JoinSettings(batch_norm="own"), UEFL_PARENT),
-    "fine-tuning": (JoinSettings(), FEDAVG_PARENT),
+    "join, own batch norm": (JoinSettings(head="shared", batch_norm="own"), UEFL_PARENT),
+    "fine-tuning": (JoinSettings(head="shared"), FEDAVG_PARENT),
 }
 SHARED_MODEL = "shared model"  # measured at the start of a join
 PROBE = "linear probe"
+UNSTACKED = ("join", PROBE)  # several networks one after another, or none
 TRAININGS = {"from the start": "uefl", "local-only": "fedavg", UEFL_PARENT: "uefl", FEDAVG_PARENT: "fedavg"}
 PARENTS = {**{way: parent for way, (_, parent) in JOINS.items()}, PROBE: FEDAVG_PARENT}
-Metrics = dict[str, float]
+Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -210,9 +212,9 @@ def group_tasks(tasks: Sequence[Task], resources: Resources) -> list[list[Task]]
     groups: dict[Any, list[Task]] = {}
     for task in tasks:
         kind = TRAININGS.get(task.way, task.way)
-        key = (kind, task) if task.way == PROBE else (kind, find_federation(task).input_shape)
+        key = (kind, task) if task.way in UNSTACKED else (kind, find_federation(task).input_shape)
         groups.setdefault(key, []).append(task)
-    return sorted(groups.values(), key=lambda group: group[0].way == PROBE)
+    return sorted(groups.values(), key=lambda group: group[0].way in UNSTACKED)
 
 
 def run_job(tasks: Sequence[Task], resources: Resources) -> list[dict[str, Metrics]]:
@@ -224,7 +226,7 @@ def run_job(tasks: Sequence[Task], resources: Resources) -> list[dict[str, Metri
         report = partial(_print_progress, task, len(tasks)) if i == 0 else lambda *_: None
         results[i] = _run_task(task, resources, make_clients, report)
 
-    if not resources.is_stacked or tasks[0].way == PROBE:
+    if not resources.is_stacked or tasks[0].way in UNSTACKED:
         for i, task in enumerate(tasks):
             run_task(i, task, None)
     else:
@@ -266,7 +268,7 @@ def _run_task(
         models, silo, JOINS[way][0], device=resources.device, on_progress=on_progress, make_clients=make_clients
     )
     shared = {SHARED_MODEL: measure_join(result, "shared")} if way == "join" else {}
-    return {way: measure_join(result, "after"), **shared}
+    return {way: {**measure_join(result, "after"), **describe_plan(result)}, **shared}
 
 
 def _train(
@@ -339,6 +341,11 @@ def fit_probe(models: SiloModels, silo: Silo, num_classes: int) -> Metrics:
 
     best = min(strengths, key=validate) if len(strengths) > 1 else strengths[0]
     return compute_scores(predict(best, test_x), silo.test.y.numpy())
+
+
+def describe_plan(result: JoinResult) -> dict[str, Any]:
+    """Return what the silo chose to train."""
+    return {"head": result.trial.plan.head, "gate": result.trial.plan.gate, "lr": result.lr}
 
 
 def measure_join(result: JoinResult, stage: str) -> Metrics:

@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def test_the_command_says_uncertainty_own_parts_and_a_table(joined) -> None:
     assert "Threshold" in stdout
     assert "own parts of hungary: " in stdout
     assert "codewords by K-means" in stdout
-    assert "by validation NLL" in stdout
+    assert re.search(r"chosen: .*, by the NLL over 5 folds of its examples \(no training \d", stdout)
+    for plan in ("shared classifier", "own classifier", "new classifier and own gate"):
+        assert re.search(rf"{plan} \d+\.\d{{3}}", stdout)
     for text in ("shared model", "own parts, trained", "accuracy", "NLL"):
         assert text in stdout
 
@@ -100,9 +103,9 @@ def test_the_same_command_finds_the_finished_run(joined, hospitals) -> None:
     assert find_folder(answer.stdout) == joined[0]
 
 
-def test_further_rounds_with_all_silos_continue_the_run(joined, hospitals) -> None:
+def test_further_rounds_with_all_silos_continue_the_run(hospitals) -> None:
     """Also of a run that a silo joined before, whose data are read again."""
-    folder, _ = joined
+    folder = find_folder(call_cli("join", *map(str, hospitals), "epochs=2", "head=shared").stdout)
     answer = call_cli("join", str(folder), str(hospitals[1]), "name=again", "others=train", "rounds=2")
     assert answer.code == 0, answer
     child = RunFolder(find_folder(answer.stdout))

@@ -42,6 +42,7 @@ FROZEN = {
     "EXPORTED_MASKS": "exported masks",
     "CALIBRATION_PART": "calibration",
     "DRIFT_PERMUTATIONS": "drift permutations",
+    "JOIN_FOLDS": "join folds",
 }
 
 

@@ -9,10 +9,10 @@ from rich.console import Console
 
 import uefl
 from uefl.experiment.join_report import (
+    describe_choice,
     describe_last_decision,
     describe_missing_codewords,
     describe_own_parts,
-    describe_rate,
     describe_uncertainty,
     is_uncertain,
     make_join_table,
@@ -88,7 +88,7 @@ def test_too_few_examples_for_codewords_are_named(models) -> None:
     line = describe_missing_codewords(models, result, 24)
     assert "min_examples=30 training examples (or groups), and the silo has 24 examples" in line
     assert describe_own_parts(models, result) == "own parts of bea: none"
-    assert describe_rate(result) == "no training"
+    assert describe_choice(result) == "no training"
 
 
 def test_the_last_decision_of_the_run_is_repeated_and_its_test_is_not() -> None:

@@ -23,14 +23,17 @@ from uefl.core.errors import InputError
 from uefl.core.federation import Silo
 from uefl.core.local import LocalTraining
 from uefl.engines.stacked.seed_stack import SeedStack
-from uefl.experiment.joining import LR_FACTORS, JoinResult, JoinSettings, Newcomer, join_silo
+from uefl.experiment.join_choice import LR_FACTORS, SHARED_PARTS, PartsPlan, Trial, iterate_folds
+from uefl.experiment.joining import JoinResult, JoinSettings, Newcomer, join_silo
 from uefl.experiment.silo_models import SiloModels
 from uefl.experiment.train import TrainingResult
 
 NEWCOMER = make_striped_silo("bea", 24, 50, rotated=True)  # sorted, it stands between others
-# With few validation examples, there is no choice: the first learning rate is taken.
-FEW_VALIDATED = replace(
-    NEWCOMER, validation=NEWCOMER.validation._replace(x=NEWCOMER.validation.x[:3], y=torch.arange(3))
+# With few examples, there is no choice: the first learning rate is taken.
+FEW = replace(
+    NEWCOMER,
+    train=NEWCOMER.train._replace(x=NEWCOMER.train.x[:9], y=NEWCOMER.train.y[:9]),
+    validation=NEWCOMER.validation._replace(x=NEWCOMER.validation.x[:3], y=torch.arange(3)),
 )
 DECAYING = LocalTraining(optimizer="adamw", lr=5e-3, weight_decay=0.1, batch_size=12, epochs=1)
 
@@ -55,11 +58,13 @@ def train_uefl(codebook: uefl.ExtensibleCodebook) -> TrainingResult:
 
 @pytest.fixture(scope="module")
 def joined(result: TrainingResult) -> JoinResult:
-    return result.join(FEW_VALIDATED, epochs=3, head="own", batch_norm="own", lr=(0.05,))
+    return result.join(FEW, epochs=3, head="own", batch_norm="own", lr=(0.05,))
 
 
-def test_no_tensor_of_another_silo_and_no_shared_tensor_moves_by_a_bit(result, joined) -> None:
-    before, after = result.models, joined.models
+@pytest.mark.parametrize("head", ["own", "new", "auto"])
+def test_no_tensor_of_another_silo_and_no_shared_tensor_moves_by_a_bit(result, joined, head) -> None:
+    before = result.models
+    after = joined.models if head == "own" else result.join(NEWCOMER, epochs=2, head=head, lr=(0.05,)).models
     for name in before.description.silo_names:
         one, other = before.select_silo(name), after.select_silo(name)
         assert have_equal_bits(one.model_state, other.model_state)
@@ -73,9 +78,9 @@ def test_no_tensor_of_another_silo_and_no_shared_tensor_moves_by_a_bit(result, j
 
 def test_shared_codewords_stay_as_they_are_while_the_silo_trains(result) -> None:
     """The run has weight decay, which would shrink them."""
-    newcomer = Newcomer(result.models, NEWCOMER, JoinSettings(epochs=2), "cpu")
+    newcomer = Newcomer(result.models, NEWCOMER, SHARED_PARTS, settings=JoinSettings(epochs=2), device="cpu")
     own = newcomer.add_codewords(newcomer.start_own_parts())
-    trained = newcomer.train(own, 0.05, 0, 1, lambda *_: None)
+    trained = newcomer.train(own, 0.05)
     (name,) = own.codewords
     shared = result.models.model_state[name][result.models.access.all(0)]
     within = newcomer.engine.client_states["bea"][name]
@@ -85,7 +90,7 @@ def test_shared_codewords_stay_as_they_are_while_the_silo_trains(result) -> None
 
 
 def test_the_training_moves_every_own_part(joined, result) -> None:
-    start = result.join(FEW_VALIDATED, epochs=0, head="own", batch_norm="own")
+    start = result.join(FEW, epochs=0, head="own", batch_norm="own")
     assert joined.lr == 0.05
     (name,) = joined.own.codewords
     assert not torch.equal(joined.own.codewords[name], start.own.codewords[name])
@@ -99,7 +104,7 @@ def test_the_training_moves_every_own_part(joined, result) -> None:
 def test_the_task_trains_codewords_even_where_the_run_trained_them_by_their_own_loss() -> None:
     codebook = replace(SMALL_CODEBOOK, codeword_gradient="code", codebook_loss_weight=0.0, commitment_weight=0.0)
     trained = train_uefl(codebook)
-    start, joined = (trained.join(FEW_VALIDATED, epochs=n, lr=(0.05,)) for n in (0, 2))
+    start, joined = (trained.join(FEW, epochs=n, lr=(0.05,)) for n in (0, 2))
     (name,) = joined.own.codewords
     assert joined.lr == 0.05
     assert not torch.equal(start.own.codewords[name], joined.own.codewords[name])
@@ -133,29 +138,119 @@ def test_the_stored_model_predicts_as_the_join_evaluated_it(joined, tmp_path) ->
     accuracy = float((prediction.labels == NEWCOMER.test.y.numpy()).mean())
     assert accuracy == pytest.approx(joined.after["accuracy"])
     assert float(prediction.uncertainty.entropy.mean()) == pytest.approx(joined.after["entropy"], rel=1e-5)
-    assert sum(model.label_counts) == len(NEWCOMER.train.y)
+    assert sum(model.label_counts) == len(FEW.train.y)
 
 
-def test_the_learning_rate_is_the_best_by_validation_and_never_by_test(result) -> None:
-    joined = result.join(NEWCOMER, epochs=2)
+def test_the_learning_rate_is_the_best_by_left_out_examples_and_never_by_test(result) -> None:
+    joined = result.join(NEWCOMER, epochs=2, head="own")
     lr = result.models.method.local.lr
-    assert set(joined.validation_nll) == {0.0, *(f * lr for f in LR_FACTORS)}
-    assert joined.lr == min(joined.validation_nll, key=lambda rate: joined.validation_nll[rate])
-    assert joined.after["validation"]["nll"] == pytest.approx(joined.validation_nll[joined.lr])
+    assert [trial.lr for trial in joined.nll] == [0.0, *(f * lr for f in LR_FACTORS)]
+    assert joined.trial == min(joined.nll, key=lambda trial: joined.nll[trial])
+    assert joined.num_folds == 5
     relabeled = replace(NEWCOMER, test=NEWCOMER.test._replace(y=(NEWCOMER.test.y + 1) % NUM_CLASSES))
-    assert result.join(relabeled, epochs=2).validation_nll == joined.validation_nll
+    assert result.join(relabeled, epochs=2, head="own").nll == joined.nll
 
 
-def test_few_validation_examples_choose_no_rate(result) -> None:
-    joined = result.join(FEW_VALIDATED, epochs=1)
-    assert joined.lr == result.models.method.local.lr
-    assert joined.validation_nll == {}
+def test_many_validation_examples_decide_themselves(result) -> None:
+    silo = replace(NEWCOMER, validation=make_striped_silo("bea", 60, 52, rotated=True).train)
+    joined = result.join(silo, epochs=2)
+    assert joined.num_folds == 1
+    assert joined.after["validation"]["nll"] == pytest.approx(joined.nll[joined.trial])
+    assert {trial.plan for trial in joined.nll} == {
+        PartsPlan("shared", "run"),
+        PartsPlan("own", "run"),
+        PartsPlan("new", "own"),
+    }
+
+
+def test_few_examples_choose_nothing_and_get_a_classifier_of_their_own(result) -> None:
+    joined = result.join(FEW, epochs=1)
+    assert joined.trial == Trial(PartsPlan("own", "run"), result.models.method.local.lr)
+    assert joined.nll == {}
+
+
+@pytest.mark.parametrize("groups", [None, torch.arange(24) // 3], ids=["examples", "groups"])
+def test_folds_leave_out_every_training_example_once_and_split_no_group(groups) -> None:
+    silo = replace(NEWCOMER, train=NEWCOMER.train._replace(x=torch.arange(24.0)), train_groups=groups)
+    folds = list(iterate_folds(silo, 0))
+    assert sorted(torch.cat([fold.validation.x for fold in folds]).tolist()) == list(range(24))
+    for fold in folds:
+        kept, left_out = set(fold.train.x.tolist()), set(fold.validation.x.tolist())
+        assert kept | left_out == set(range(24))
+        assert not kept & left_out
+        if groups is not None:
+            assert not {int(i) // 3 for i in kept} & {int(i) // 3 for i in left_out}
+            assert fold.train_groups.tolist() == [int(i) // 3 for i in fold.train.x]
+
+
+def test_a_join_without_settings_is_not_the_worst_of_its_choices() -> None:
+    """The newcomer has the classes in another order, which no codeword can repair."""
+    trained = uefl.train(
+        make_method("uefl", codebook=True, rounds=4),
+        make_striped_silos()[:2],
+        make_encoder(),
+        num_classes=NUM_CLASSES,
+        hidden_size=16,
+    )
+    other = make_striped_silo("bea", 60, 50)
+    silo = replace(
+        other, **{s: getattr(other, s)._replace(y=(getattr(other, s).y + 1) % NUM_CLASSES) for s in ("train", "test")}
+    )
+    silo = replace(silo, validation=silo.validation._replace(y=(silo.validation.y + 1) % NUM_CLASSES))
+    codewords_only, chosen = (trained.join(silo, epochs=20, head=head) for head in ("shared", "auto"))
+    assert chosen.trial.plan.head in ("own", "new")
+    assert chosen.after["nll"] < codewords_only.after["nll"] - 0.1
+
+
+def test_an_own_gate_lets_features_pass_where_the_run_has_none(tmp_path) -> None:
+    trained = train_uefl(SMALL_CODEBOOK)
+    joined = trained.join(NEWCOMER, head="new", epochs=3, lr=(0.01,))
+    assert joined.trial.plan == PartsPlan("new", "own")
+    (gate,) = [t for n, t in joined.own.tensors.items() if n.endswith("gate_logits")]
+    assert float(torch.sigmoid(gate).max()) < 0.1
+    net = joined.model().net
+    x = NEWCOMER.test.x
+    with torch.no_grad():
+        torch.testing.assert_close(net.extract_features(x), net.encode(x).flatten(1), rtol=0.1, atol=0.1)
+        shared = trained.models.build().net
+        assert not torch.allclose(shared.extract_features(x), shared.encode(x).flatten(1), rtol=0.1, atol=0.1)
+    for name in trained.models.description.silo_names:  # the others have no gate
+        assert joined.models.build(name).net.codebook.gate == "none"
+    joined.save(tmp_path)
+    loaded = uefl.load(tmp_path, silo="bea", encoder=make_encoder())
+    assert (loaded.predict(x).probabilities == joined.model().predict(x).probabilities).all()
+    assert float((loaded.predict(x).labels == NEWCOMER.test.y.numpy()).mean()) == pytest.approx(
+        joined.after["accuracy"]
+    )
+
+
+def test_a_new_classifier_starts_with_initial_values(result) -> None:
+    start = result.join(NEWCOMER, head="new", epochs=0).own.tensors
+    initial = result.models.template.state_dict()
+    heads = [n for n in start if n.startswith("classifier.")]
+    assert heads
+    for name in heads:
+        assert torch.equal(start[name], initial[name])
+        assert not torch.equal(start[name], result.models.model_state[name])
+
+
+def test_a_frozen_encoder_is_run_once_and_gives_the_same_result(result, monkeypatch) -> None:
+    settings = JoinSettings(epochs=2, head="own", lr=(0.01,))
+    fast = join_silo(result.models, NEWCOMER, settings)
+    monkeypatch.setattr("uefl.experiment.joining.encode_features", lambda _models, silo, *_: (silo, False))
+    slow = join_silo(result.models, NEWCOMER, settings)
+    assert fast.trial == slow.trial
+    assert fast.after["nll"] == pytest.approx(slow.after["nll"], rel=1e-3)
+    for name, tensor in slow.own.tensors.items():
+        torch.testing.assert_close(fast.own.tensors[name], tensor, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["fedbn", "fedper", "fine-tuning"])
 def test_methods_with_personal_tensors_give_the_newcomer_its_own(name: str) -> None:
     trained = train(name)
     joined = trained.join(NEWCOMER, epochs=2, lr=(0.01,))
+    assert {t.plan.head for t in joined.nll} == ({"shared", "own", "new"} if name == "fedbn" else {"shared", "new"})
+    joined = trained.join(NEWCOMER, epochs=2, lr=(0.01,), head="shared")
     assert set(joined.own.tensors) == set(trained.models.personal_names)
     for silo_name, tensors in trained.models.personal_tensors.items():
         assert have_equal_bits(tensors, joined.models.personal_tensors[silo_name])
@@ -174,8 +269,12 @@ def test_a_personal_classifier_starts_as_the_mean_over_the_other_silos() -> None
 def test_a_method_without_own_parts_says_what_can_be_joined() -> None:
     trained = train("fedavg")
     with pytest.raises(InputError, match=r"no part of a silo's own.*head=own"):
-        trained.join(NEWCOMER)
+        trained.join(NEWCOMER, head="shared")
+    with pytest.raises(InputError, match="gate=own needs a run with a codebook"):
+        trained.join(NEWCOMER, gate="own")
     assert trained.join(NEWCOMER, head="own", epochs=1, lr=(0.01,)).own.tensors
+    chosen = trained.join(NEWCOMER, epochs=1)
+    assert {trial.plan for trial in chosen.nll} == {PartsPlan(head, "run") for head in ("shared", "own", "new")}
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if n not in JOINABLE_METHODS.values() and n != "centralized"][:2])
@@ -186,7 +285,7 @@ def test_a_method_without_a_rule_is_refused_by_name(name: str) -> None:
 
 def test_a_training_that_diverges_is_refused_or_not_chosen(result) -> None:
     with pytest.raises(InputError, match=r"lr=1e\+30: the training diverges"):
-        result.join(FEW_VALIDATED, epochs=3, head="own", lr=(1e30,))
+        result.join(FEW, epochs=3, head="own", lr=(1e30,))
     assert result.join(NEWCOMER, epochs=3, head="own", lr=(1e30,)).lr == 0
 
 
@@ -201,7 +300,7 @@ def test_mistakes_are_one_line(result) -> None:
 
 def test_a_joined_silo_is_calibrated_like_those_of_a_run(result, tmp_path) -> None:
     with pytest.raises(InputError, match=r"^no silo has a calibration part; set calibration_fraction="):
-        result.join(FEW_VALIDATED, epochs=0).calibrate()
+        result.join(FEW, epochs=0).calibrate()
     silo = replace(NEWCOMER, calibration=make_striped_silo("bea", 40, 51, rotated=True).train)
     joined = result.join(silo, epochs=1, lr=(0.01,)).calibrate(coverage=0.8, risk=0.5)
     predictions = joined.model().predict(silo.test.x)
@@ -212,7 +311,7 @@ def test_a_joined_silo_is_calibrated_like_those_of_a_run(result, tmp_path) -> No
     assert [own.tolist() for own in loaded.sets] == [own.tolist() for own in predictions.sets]
 
 
-@pytest.mark.parametrize("own", [{}, {"head": "own"}, {"batch_norm": "own"}], ids=str)
+@pytest.mark.parametrize("own", [{"head": "shared"}, {"head": "own"}, {"head": "shared", "batch_norm": "own"}], ids=str)
 def test_joins_in_one_stack_equal_joins_alone(result, own) -> None:
     """Joins with other sizes and numbers of shared codewords; sums have another order in a stack."""
     fewer = train_uefl(replace(SMALL_CODEBOOK, gate="learned", num_codewords=SMALL_CODEBOOK.num_codewords - 2))

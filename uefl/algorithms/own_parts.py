@@ -22,6 +22,7 @@ from uefl.core.federation import Broadcast, ClientModel, Phase, Tensors, Update,
 from uefl.core.field_rules import setting
 
 GATE_SUFFIX = "codebook.gate_logits"
+OPEN_GATE = 0.02  # share of the codeword in a gate of a silo's own: features pass almost as they are
 # Methods whose loss at a silo is that of FedAvg once the shared weights are fixed, and whose parts are tensors.
 JOINABLE_METHODS: dict[type[FedAvg], str] = {
     UEFL: "uefl",
@@ -114,6 +115,20 @@ def start_personal_tensors(names: Collection[str], others: Mapping[str, Tensors]
             mean = torch.stack([t.double() for t in tensors]).mean(0)
             start[name] = mean.to(tensors[0].dtype)
     return start
+
+
+def open_gates(net: nn.Module) -> None:
+    """Give every codebook a learned gate that lets features pass almost as they are."""
+    for module in net.modules():
+        if isinstance(module, Codebook):
+            module.add_gate(OPEN_GATE)
+
+
+def add_missing_gates(net: nn.Module, names: Collection[str]) -> None:
+    """Give a gate to codebooks without one for which some names of tensors include one: a silo's own."""
+    for name, module in net.named_modules():
+        if isinstance(module, Codebook) and module.gate != "learned" and f"{name}.gate_logits" in names:
+            module.add_gate(OPEN_GATE)
 
 
 def train_codewords_by_task(net: nn.Module) -> None:

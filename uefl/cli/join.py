@@ -41,17 +41,20 @@ def join(
 
     The new silo gets codewords by K-means on its own features and trains only
     what is its own. No tensor of another silo and no shared tensor changes.
-    PATH is read with the data settings of the run. The result is a new run
-    folder, for `uefl predict --silo`, `calibrate`, `watch`, `export`, `show` and
-    `uefl.load`.
+    Its own labeled examples choose what is trained: codewords under the shared
+    classifier, a classifier too, or a new classifier on features that pass beside
+    the codewords. Its test examples choose nothing. PATH is read with the data
+    settings of the run. The result is a new run folder, for `uefl predict --silo`,
+    `calibrate`, `watch`, `export`, `show` and `uefl.load`.
 
     \b
     Settings, as FIELD=VALUE:
       name=east           name of the silo; by default that of its folder
       epochs=30           passes over its training examples
-      lr=1e-3,1e-2        learning rates to choose from, by its validation split
+      lr=1e-3,1e-2        learning rates to choose from
+      head=auto           classifier: shared, own, new, or auto (the choice above)
+      gate=own            features pass beside codewords, under any classifier
       codewords=shared    no codewords of its own
-      head=own            a classifier of its own, too
       batch_norm=own      batch-norm statistics of its own, too
       others=train        instead: rounds=5 further rounds of all silos
 
@@ -129,11 +132,11 @@ def _report(
     """Print what was found and done, the table, and the new folder."""
     from uefl.experiment.join_folder import read_evaluations
     from uefl.experiment.join_report import (
+        describe_choice,
         describe_last_decision,
         describe_missing_calibration,
         describe_missing_codewords,
         describe_own_parts,
-        describe_rate,
         describe_uncertainty,
         make_join_table,
     )
@@ -149,7 +152,7 @@ def _report(
             describe_last_decision(parent.folder.read_records(), test),
             describe_own_parts(models, result),
             describe_missing_codewords(models, result, num_train),
-            describe_rate(result) if settings.others == "fixed" else "",
+            describe_choice(result) if settings.others == "fixed" else "",
             describe_missing_calibration(models, result.silo_name, settings.others),
         ]
     for line in filter(None, lines):

@@ -74,7 +74,13 @@ class Codebook(nn.Module):
         self.codewords = nn.Parameter(torch.randn(num_codewords, num_features // segments))  # Gaussian, as in the paper
         self.codeword_gradient, self.gate, self.gate_value = codeword_gradient, gate, gate_value
         if gate == "learned":
-            self.gate_logits = nn.Parameter(torch.full((num_features,), math.log(gate_value / (1 - gate_value))))
+            self.add_gate(gate_value)
+
+    def add_gate(self, value: float) -> None:
+        """Give every channel a learned gate that starts with this value; an earlier gate is replaced."""
+        num_features = self.segments * self.codewords.shape[1]
+        self.gate = "learned"
+        self.gate_logits = nn.Parameter(self.codewords.new_full((num_features,), math.log(value / (1 - value))))
 
     def split_segments(self, z: Tensor) -> Tensor:
         """Return tokens [B,l,d] as segments [N,D], the input of the quantizer and of K-means (D20)."""

@@ -43,6 +43,7 @@ RANDOM_RECEIVERS = "random receivers"
 EXPORTED_MASKS = "exported masks"
 CALIBRATION_PART = "calibration"
 DRIFT_PERMUTATIONS = "drift permutations"
+JOIN_FOLDS = "join folds"
 
 # The silo that holds all data in the method `centralized`.
 CENTRAL_SILO = "pooled"

@@ -24,8 +24,9 @@ from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
 from uefl.experiment.experiment import RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_write_errors, write_text
 from uefl.experiment.held_out import save_held_out
+from uefl.experiment.join_choice import OnProgress
 from uefl.experiment.join_report import is_uncertain
-from uefl.experiment.joining import JoinResult, JoinSettings, OnProgress, OwnParts, extend_access, join_silo
+from uefl.experiment.joining import JoinResult, JoinSettings, OwnParts, extend_access, join_silo
 from uefl.experiment.loading import open_models
 from uefl.experiment.records import Record, summarize_records
 from uefl.experiment.run import (
@@ -221,8 +222,10 @@ def train_all(
     on_event: Listener,
 ) -> JoinResult:
     """Run further rounds with all silos: the finished run is continued with one more silo, in a new folder."""
-    if settings.head == "own" or settings.batch_norm == "own":
-        raise InputError("others=train trains what the method trains; head=own and batch_norm=own need others=fixed")
+    if settings.head in ("own", "new") or "own" in (settings.gate, settings.batch_norm):
+        raise InputError(
+            "others=train trains what the method trains; a head, gate or batch_norm of its own needs others=fixed"
+        )
     prepared = _prepare_others(parent, silo, settings, device, on_event)
     result = join_silo(parent.models, silo, replace(settings, epochs=0), device=device)
     if folder.has_header:
@@ -250,10 +253,10 @@ def _prepare_others(parent: Parent, silo: Silo, settings: JoinSettings, device: 
     if not parent.folder.server_path.exists():
         raise InputError(f"others=train needs {parent.folder.server_path}, which is missing")
     earlier = parent.header.get(JOINED, [])
-    if lost := [e["silo"] for e in earlier if "own" in (e["settings"]["head"], e["settings"]["batch_norm"])]:
+    if lost := [entry["silo"] for entry in earlier if _has_further_parts(entry)]:
         raise InputError(
-            f"others=train: {lost[0]} joined with a classifier or batch norm of its own, which further rounds would "
-            f"drop; use others=fixed, or continue the run before {lost[0]} joined"
+            f"others=train: {lost[0]} joined with a classifier, gate or batch norm of its own, which further rounds "
+            f"would drop; use others=fixed, or let {lost[0]} join again with head=shared"
         )
     experiment = parent.experiment
     total = experiment.method.total_rounds
@@ -276,6 +279,13 @@ def _prepare_others(parent: Parent, silo: Silo, settings: JoinSettings, device: 
     return prepared._replace(
         experiment=replace(prepared.experiment, method=method), context=context, silos=list(method.prepare_silos(silos))
     )
+
+
+def _has_further_parts(entry: Mapping[str, Any]) -> bool:
+    """Return whether a silo that joined has parts of its own that its method gives to no silo."""
+    settings = entry["settings"]
+    head = entry.get("head", settings["head"])  # earlier versions chose nothing
+    return head in ("own", "new") or "own" in (entry.get("gate"), settings["batch_norm"])
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -318,6 +328,8 @@ def make_entry(silo: Silo, path: Path, settings: JoinSettings, result: JoinResul
         "fingerprint": fingerprint_silos([silo]),
         "settings": asdict(settings),
         "lr": result.lr,
+        "head": result.trial.plan.head,
+        "gate": result.trial.plan.gate,
         "own_tensors": list(result.own_names),
         "evaluations": evaluations,
     }

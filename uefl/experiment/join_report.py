@@ -11,7 +11,8 @@ from rich.table import Table
 from uefl.algorithms.fedavg import BATCH_NORM_STATISTICS
 from uefl.algorithms.own_parts import GATE_SUFFIX
 from uefl.core.federation import is_codeword_tensor
-from uefl.experiment.joining import MIN_CHOICE_EXAMPLES, Evaluation, JoinResult
+from uefl.experiment.join_choice import MIN_CHOICE_EXAMPLES
+from uefl.experiment.joining import Evaluation, JoinResult
 from uefl.experiment.records import Record
 from uefl.experiment.silo_models import SiloModels
 
@@ -93,15 +94,27 @@ def describe_missing_codewords(models: SiloModels, result: JoinResult, num_examp
     )
 
 
-def describe_rate(result: JoinResult) -> str:
-    """Say which learning rate was chosen, and from what."""
-    if not result.validation_nll:
-        if not result.lr:
-            return "no training"
-        return f"learning rate {result.lr:g}: there are too few validation examples to choose one"
-    listed = ", ".join(f"{rate:g}: {nll:.3f}" for rate, nll in result.validation_nll.items())
-    chosen = f"learning rate {result.lr:g}" if result.lr else "no training (0)"
-    return f"{chosen}, by validation NLL ({listed})"
+def describe_choice(result: JoinResult) -> str:
+    """Say what was chosen to be trained, at which learning rate, and by which figures."""
+    trial = result.trial
+    chosen = f"{trial.plan.describe()} at learning rate {trial.lr:g}" if trial.lr else "no training"
+    if not result.nll:
+        return f"{chosen}: there are too few examples to choose" if trial.lr else chosen
+    source = "of validation examples" if result.num_folds == 1 else f"over {result.num_folds} folds of its examples"
+    return f"chosen: {chosen}, by the NLL {source} ({_list_scores(result)})"
+
+
+def _list_scores(result: JoinResult) -> str:
+    """List the best NLL per plan, or that per learning rate where there is one plan."""
+    plans = dict.fromkeys(trial.plan for trial in result.nll)
+    if len(plans) == 1:
+        return ", ".join(f"{trial.lr:g}: {nll:.3f}" for trial, nll in result.nll.items())
+    untrained = {trial: nll for trial, nll in result.nll.items() if trial.lr == 0 and trial.plan.keeps_shared_values}
+    listed = [f"no training {min(untrained.values()):.3f}"] if untrained else []
+    for plan in plans:
+        if of_plan := [nll for trial, nll in result.nll.items() if trial.plan == plan and trial.lr]:
+            listed.append(f"{plan.describe()} {min(of_plan):.3f}")
+    return ", ".join(listed)
 
 
 def describe_missing_calibration(models: SiloModels, silo_name: str, others: str) -> str:

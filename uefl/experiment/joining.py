@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from uefl.algorithms.centroids import Centroids, has_valid_centroids
 from uefl.algorithms.fedavg import BATCH_NORM_STATISTICS
 from uefl.algorithms.own_parts import (
-    list_own_names,
+    GATE_SUFFIX,
     make_own_training,
+    open_gates,
     require_joinable,
     start_personal_tensors,
     train_codewords_by_task,
 )
 from uefl.algorithms.round_record import describe_evaluation
-from uefl.core.aggregate import find_non_finite
 from uefl.core.errors import InputError
 from uefl.core.example_checks import check_silos
 from uefl.core.federation import (
@@ -42,6 +42,22 @@ from uefl.engines.serial import SerialEngine, copy_into_network, move_examples
 from uefl.experiment.calibration import CalibrationSettings, calibrate_models
 from uefl.experiment.experiment import DTYPES
 from uefl.experiment.held_out import collect_held_out
+from uefl.experiment.join_choice import (
+    AUTO_LR_FACTORS,
+    ENCODER_PREFIX,
+    LR_FACTORS,
+    SHARED_PARTS,
+    GateChoice,
+    Head,
+    OnProgress,
+    PartsPlan,
+    Trial,
+    choose_trial,
+    encode_features,
+    list_head_names,
+    list_planned_names,
+    list_plans,
+)
 from uefl.experiment.settings import from_dict
 from uefl.experiment.silo_models import REFERENCE_METRICS, SiloFacts, SiloModels, count_labels
 from uefl.experiment.trained_model import TrainedModel, save_models
@@ -50,11 +66,8 @@ from uefl.models.frozen_batch_norm import freeze_batch_norm_statistics
 if TYPE_CHECKING:
     from uefl.experiment.train import MakeClients, TrainingResult
 
-LR_FACTORS = (0.1, 1.0, 10.0)  # of the run's learning rate
-MIN_CHOICE_EXAMPLES = 10  # validation examples; fewer choose a learning rate by chance
 SPLITS: tuple[Split, ...] = ("validation", "test")
 Evaluation = Mapping[str, Any]  # metrics of the test split, and below `validation` those of that split, as in records
-OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +84,21 @@ class JoinSettings:
     codewords: Literal["own", "shared"] = setting(
         "own", "Codewords of the silo's own from K-means on its features, beside the shared ones; or the shared alone."
     )
-    head: Literal["shared", "own"] = setting("shared", "Classifier: the shared one, or one of its own that starts so.")
+    head: Head = setting(
+        "auto",
+        "Classifier: shared; own, which starts with the shared values; new, which starts afresh; auto: by validation.",
+    )
+    gate: GateChoice = setting(
+        "auto",
+        "Gate of the codebook: run (as in the run), own (features pass beside codewords), auto: own for a new head.",
+    )
     batch_norm: Literal["run", "own"] = setting(
         "run", "Batch norm: as in the run, or with statistics of the silo's own training examples."
     )
     lr: tuple[float, ...] = setting(
-        (), "Learning rates to choose from by validation NLL; empty: 0.1, 1 and 10 times that of the run.", above=0
+        (),
+        "Learning rates to choose from; empty: that of the run with head=auto, otherwise 0.1, 1 and 10 times that.",
+        above=0,
     )
 
     def __post_init__(self) -> None:
@@ -101,9 +123,15 @@ class JoinResult:
     after: Evaluation
     own_names: tuple[str, ...]
     num_codewords: int  # of its own
-    lr: float  # chosen; 0: training did not help
-    validation_nll: dict[float, float]  # by learning rate; empty: there was no choice
+    trial: Trial  # what was chosen
+    nll: dict[Trial, float]  # by what it was chosen; empty: there was no choice
+    num_folds: int  # of the cross-validation; 1: the validation examples decided
     own: OwnParts
+
+    @property
+    def lr(self) -> float:
+        """The chosen learning rate; 0: training did not help."""
+        return self.trial.lr
 
     def model(self) -> TrainedModel:
         """Return the model of the silo that joined."""
@@ -128,7 +156,8 @@ def join(
     *,
     epochs: int = 30,
     codewords: Literal["own", "shared"] = "own",
-    head: Literal["shared", "own"] = "shared",
+    head: Head = "auto",
+    gate: GateChoice = "auto",
     batch_norm: Literal["run", "own"] = "run",
     lr: tuple[float, ...] = (),
     device: str = "cpu",
@@ -140,8 +169,8 @@ def join(
     """
     from uefl.experiment.loading import open_models
 
-    values = {"epochs": epochs, "codewords": codewords, "head": head, "batch_norm": batch_norm, "lr": list(lr)}
-    settings = from_dict(JoinSettings, values)
+    parts = {"codewords": codewords, "head": head, "gate": gate, "batch_norm": batch_norm}
+    settings = from_dict(JoinSettings, {"epochs": epochs, "lr": list(lr), **parts})
     models = run if isinstance(run, SiloModels) else getattr(run, "models", None)
     return join_silo(models or open_models(run), silo, settings, device=device, on_progress=on_progress)  # type: ignore[arg-type]
 
@@ -162,20 +191,26 @@ def join_silo(
     """
     check_device(device)
     silo = check_newcomer(models, silo)
-    newcomer = Newcomer(models, silo, settings, device, make_clients, other_sizes)
-    on_progress("K-means", 0, 0)
-    start = newcomer.start_own_parts()
-    shared = newcomer.evaluate(newcomer.make_broadcast(newcomer.select_shared(start)))
-    own = newcomer.add_codewords(start)
-    before = newcomer.evaluate(newcomer.make_broadcast(own))
-    trained, lr, validation_nll = newcomer.choose_rate(own, before, on_progress)
-    after = newcomer.evaluate(newcomer.make_broadcast(trained)) if lr else before
+    plans = list_plans(models.method, models.template, settings)
+    on_progress("features", 0, 0)
+    examples, is_encoded = encode_features(models, silo, settings, device)
+    make = partial(Newcomer, models, settings=settings, device=device, is_encoded=is_encoded, other_sizes=other_sizes)
+    newcomers = {plan: make(examples, plan, make_clients=make_clients) for plan in plans}
+    first = next((n for p, n in newcomers.items() if p.keeps_shared_values), None) or make(examples, SHARED_PARTS)
+    if len(plans) == 1:
+        newcomers[plans[0]].require_own_parts()
+    start = first.start_own_parts()
+    shared = first.evaluate(first.make_broadcast(first.select_shared(start)))
+    before = first.evaluate(first.make_broadcast(first.add_codewords(start)))
+    choice = choose_trial(newcomers, examples, make, on_progress)
+    newcomer = newcomers[choice.trial.plan]
+    after = newcomer.evaluate(newcomer.make_broadcast(choice.own))
     facts = SiloFacts(
         len(silo.train.y),
         {n: after["validation"][n] for n in REFERENCE_METRICS if n in after.get("validation", {})},
         tuple(count_labels(silo.train.y, len(models.description.class_names))),
     )
-    joined = add_silo_model(models, silo, facts, trained)
+    joined = add_silo_model(models, silo, facts, choice.own)
     held_out = {**models.held_out, **collect_held_out(joined, [silo], device)}
     return JoinResult(
         models=replace(joined, held_out=held_out),
@@ -184,10 +219,11 @@ def join_silo(
         before=before,
         after=after,
         own_names=newcomer.own_names,
-        num_codewords=next((len(rows) for rows in trained.codewords.values()), 0),
-        lr=lr,
-        validation_nll=validation_nll,
-        own=trained,
+        num_codewords=next((len(rows) for rows in choice.own.codewords.values()), 0),
+        trial=choice.trial,
+        nll=choice.nll,
+        num_folds=choice.num_folds,
+        own=choice.own,
     )
 
 
@@ -209,35 +245,26 @@ def check_newcomer(models: SiloModels, silo: Silo) -> Silo:
 
 
 class Newcomer:
-    """A silo beside a finished run, in an engine that holds this silo alone."""
+    """A silo beside a finished run, with some own parts, in an engine that holds this silo alone."""
 
     def __init__(
         self,
         models: SiloModels,
         silo: Silo,
+        plan: PartsPlan,
+        *,
         settings: JoinSettings,
         device: str,
+        is_encoded: bool = False,
         make_clients: MakeClients | None = None,
         other_sizes: Sequence[int] | None = None,
     ) -> None:
-        self.models, self.silo, self.settings = models, silo, settings
+        self.models, self.silo, self.plan, self.settings = models, silo, plan, settings
         description, self.method = models.description, models.method
-        has_codebook = self.method.codebook is not None
         net = copy.deepcopy(models.template)
-        self.own_names = tuple(
-            list_own_names(
-                self.method,
-                net,
-                codewords=has_codebook and settings.codewords == "own",
-                own_head=settings.head == "own",
-                own_statistics=settings.batch_norm == "own",
-            )
-        )
-        if not self.own_names and not self.method.uses_label_prior:
-            raise InputError(
-                f"{description.method_name or 'this method'} has no part of a silo's own, so the shared model already "
-                "serves every silo; set head=own to train a classifier, or batch_norm=own for statistics of its own"
-            )
+        if plan.gate == "own":
+            open_gates(net)
+        self.own_names = tuple(list_planned_names(self.method, net, settings, plan))
         if not any(name.endswith(BATCH_NORM_STATISTICS) for name in self.own_names):
             freeze_batch_norm_statistics(net)
         train_codewords_by_task(net)
@@ -245,19 +272,36 @@ class Newcomer:
         self.other_sizes = known_sizes if other_sizes is None else list(other_sizes)
         self.shared_row = models.access.all(0)
         self.shared_state = gather_accessible_rows(models.model_state, self.shared_row)
+        if is_encoded:  # the examples are the encoder's outputs
+            net.encoder = nn.Identity()
+            self.shared_state = {n: t for n, t in self.shared_state.items() if not n.startswith(ENCODER_PREFIX)}
         self.dtype = DTYPES[description.precision]
         make_serial = partial(SerialEngine, seed=description.seed, device=device, dtype=self.dtype)
         self.engine = (make_clients or make_serial)([silo], net)
         self.training = make_own_training(self.method, self.own_names, int(self.shared_row.sum()))
+
+    def require_own_parts(self) -> None:
+        """Raise an `InputError` if nothing of the model is the silo's own."""
+        if not self.own_names and not self.method.uses_label_prior:
+            raise InputError(
+                f"{self.models.description.method_name or 'this method'} has no part of a silo's own, so the shared "
+                "model already serves every silo; set head=own to train a classifier, or batch_norm=own for "
+                "statistics of its own"
+            )
 
     # --- what the silo starts with --------------------------------------------------------------------------------
 
     def start_own_parts(self) -> OwnParts:
         """Return the silo's own tensors before training: shared values, the mean of other silos, or initial ones."""
         names = [n for n in self.own_names if not is_codeword_tensor(n)]
-        start = start_personal_tensors(names, self.models.personal_tensors)
-        initial = self.engine.initial_tensors
-        tensors = {n: self.shared_state.get(n, start.get(n, initial[n])).to(initial[n], copy=True) for n in names}
+        start, initial = start_personal_tensors(names, self.models.personal_tensors), self.engine.initial_tensors
+        start = {**start, **{n: t for n, t in self.shared_state.items() if n in names}}
+        if self.plan.head == "new":
+            heads = list_head_names(self.engine.net)
+            start = {n: t for n, t in start.items() if n not in heads}
+        if self.plan.gate == "own":
+            start = {n: t for n, t in start.items() if not n.endswith(GATE_SUFFIX)}
+        tensors = {n: start.get(n, initial[n]).to(initial[n], copy=True) for n in names}
         if any(n.endswith(BATCH_NORM_STATISTICS) for n in tensors):
             tensors |= self._estimate_statistics(tensors)
         return OwnParts({}, tensors)
@@ -299,35 +343,29 @@ class Newcomer:
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def choose_rate(
-        self, start: OwnParts, before: Evaluation, on_progress: OnProgress
-    ) -> tuple[OwnParts, float, dict[float, float]]:
-        """Train at each learning rate; return the parts with the lowest validation NLL, untrained ones included."""
-        settings, rates = self.settings, self.settings.lr
-        if not (start.tensors or start.codewords) or not settings.epochs or not len(self.silo.train.y):
-            return start, 0.0, {}
-        can_choose = len(self.silo.validation.y) >= MIN_CHOICE_EXAMPLES
-        factors = LR_FACTORS if can_choose else (1.0,)
-        rates = rates or tuple(factor * self.method.local.lr for factor in factors)
-        rates = rates if can_choose else rates[:1]
-        results = {rate: self.train(start, rate, i, len(rates), on_progress) for i, rate in enumerate(rates)}
-        if not can_choose:
-            if find_non_finite({**results[rates[0]].codewords, **results[rates[0]].tensors}):
-                raise InputError(f"lr={rates[0]:g}: the training diverges; set a smaller lr")
-            return results[rates[0]], rates[0], {}
-        nll = {0.0: before["validation"]["nll"]}
-        for rate, parts in results.items():
-            nll[rate] = self.evaluate(self.make_broadcast(parts), ("validation",))["validation"]["nll"]
-        best = min(nll, key=lambda rate: nll[rate])
-        return results.get(best, start), best, nll
+    def start_trials(self) -> OwnParts:
+        """Return all own parts before training."""
+        return self.add_codewords(self.start_own_parts())
 
-    def train(self, start: OwnParts, lr: float, index: int, num_rates: int, on_progress: OnProgress) -> OwnParts:
-        epochs, name = self.settings.epochs, self.silo.name
-        broadcast = self.make_broadcast(start)._replace(lr=lr)
-        for epoch in range(epochs):
-            on_progress(f"learning rate {lr:g}", index * epochs + epoch, num_rates * epochs)
+    def list_rates(self, start: OwnParts) -> tuple[float, ...]:
+        """Return the learning rates to try; none if nothing can be trained."""
+        if not (start.tensors or start.codewords) or not self.settings.epochs or not len(self.silo.train.y):
+            return ()
+        factors = AUTO_LR_FACTORS if self.settings.head == "auto" else LR_FACTORS
+        return self.settings.lr or tuple(factor * self.method.local.lr for factor in factors)
+
+    def validate(self, own: OwnParts) -> float:
+        """Return the mean NLL of the validation examples."""
+        nll: float = self.evaluate(self.make_broadcast(own), ("validation",))["validation"]["nll"]
+        return nll
+
+    def train(self, start: OwnParts, lr: float, on_epoch: Callable[[], None] = lambda: None) -> OwnParts:
+        """Return the own parts after training with a learning rate."""
+        name, broadcast = self.silo.name, self.make_broadcast(start)._replace(lr=lr)
+        for epoch in range(self.settings.epochs):
             round_number = self.models.description.round + 1 + epoch
             list(self.engine.fit(self.training, broadcast._replace(round=round_number), evaluate=False))
+            on_epoch()
         state, num_shared = self.engine.client_states[name], self.training.num_shared_codewords
         return OwnParts(
             {n: state[n][num_shared:].clone() for n in start.codewords},

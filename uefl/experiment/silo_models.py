@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.own_parts import add_missing_gates
 from uefl.core.checksum import compute_checksum
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import ServerState, Tensors, gather_accessible_rows
@@ -177,6 +178,7 @@ class SiloModels:
             raise InputError(f"no codeword is shared by all silos; choose a silo: {self._list_silos()}")
         tensors = {**gather_accessible_rows(self.model_state, row), **self._get_personal_tensors(silo_name)}
         net = copy.deepcopy(self.template)
+        add_missing_gates(net, tensors.keys())
         try:
             copy_into_network(net, tensors)
             unused = set(self.method.client_state_names(net)) - set(self.personal_names)

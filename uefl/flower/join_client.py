@@ -53,6 +53,8 @@ def handle_join(request: Request, node_data: NodeData) -> RecordDict:
             "seconds": time.perf_counter() - started,
             "num_codewords": result.num_codewords,
             "lr": result.lr,
+            "head": result.trial.plan.head,
+            "gate": result.trial.plan.gate,
             "own_tensors": list(result.own_names),
             "evaluations": list_measurements(result),
         }

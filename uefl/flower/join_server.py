@@ -23,6 +23,7 @@ from uefl.core.federation import gather_accessible_rows
 from uefl.core.untrusted_text import is_plain_text
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.files import ensure_writable_folder, explain_disk_errors
+from uefl.experiment.join_choice import PartsPlan
 from uefl.experiment.join_folder import Parent, make_header, open_parent, read_evaluations, write_joined
 from uefl.experiment.join_report import describe_uncertainty, is_uncertain, make_join_table
 from uefl.experiment.joining import JoinSettings
@@ -129,6 +130,9 @@ def parse_join_reply(reply: Message | str, silo_name: str) -> dict[str, Any]:
             raise InputError(f"silo {silo_name} sent no evaluation '{missing[0]}'")
         num_codewords, lr, domain = int(payload["num_codewords"]), float(payload["lr"]), str(payload["domain"])
         own_names = [str(name) for name in payload["own_tensors"]][:MAX_METRICS]
+        head, gate = str(payload["head"]), str(payload["gate"])
+        if head not in ("shared", "own", "new") or gate not in ("run", "own"):
+            raise InputError(f"silo {silo_name} sent an unknown kind of classifier or gate")
         if not 0 <= num_codewords <= MAX_CODEWORDS or not 0 <= lr < math.inf:
             raise InputError(f"silo {silo_name} sent an invalid number of codewords or learning rate")
         if not all(is_plain_text(text, MAX_NAME_LENGTH) for text in (domain, *own_names)):
@@ -137,6 +141,8 @@ def parse_join_reply(reply: Message | str, silo_name: str) -> dict[str, Any]:
             "evaluations": evaluations,
             "num_codewords": num_codewords,
             "lr": lr,
+            "head": head,
+            "gate": gate,
             "domain": domain,
             "own_tensors": own_names,
         }
@@ -174,6 +180,8 @@ def _write_reply(folder: RunFolder, parent: Parent, settings: JoinSettings, repl
         "silo": name,
         "settings": asdict(settings),
         "lr": reply["lr"],
+        "head": reply["head"],
+        "gate": reply["gate"],
         "own_tensors": reply["own_tensors"],
         "evaluations": {COLUMNS[column]: evaluations[column] for column in COLUMNS},
         "uncertainty": describe_uncertainty(parent.models, name, shared),
@@ -185,6 +193,8 @@ def print_join(folder: Path, console: Console) -> None:
     """Print what the coordinator knows about the silo that joined."""
     entry = RunFolder(folder).read_header()["joined"][-1]
     console.print(entry["uncertainty"], soft_wrap=True, markup=False)
+    trained = f"trained with {PartsPlan(entry['head'], entry['gate']).describe()} at learning rate {entry['lr']:g}"
+    console.print(trained if entry["lr"] else "no training", soft_wrap=True, markup=False)
     console.print(make_join_table(read_evaluations(folder)))
     console.print(
         f"codewords and other parts of {entry['silo']} stay at the silo, in its folder state/; no tensor of another "
