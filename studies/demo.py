@@ -40,6 +40,24 @@ _RIDGE = "encoder=identity hidden_size=0 dropout=0 feature_norm=none local.lr=0.
 _DROPOUT = "dropout=0.5 weight_decay=0.1 logit_adjustment=local"
 _DIGITS = f"mnist5k num_silos=3,1,1 test_per_silo=400 validation_fraction=0.25 iterations=2 {_FASTER}"
 _IMAGES_600, _SHORT = "train_per_silo=600", "image_size=14 rounds=10 extra_rounds=8 epochs=1"
+_CHOSEN_DIGITS = f"{_DIGITS} {_IMAGES_600} image_size=14 rounds=7 extra_rounds=5 epochs=1 schedule=cosine"
+_BY_RULE = "num_codewords=0 segments=0"
+_TASK = f"{_BY_RULE} codeword_gradient=task commitment_weight=0.05"
+_GATE = f"{_TASK} gate=learned gate_value=0.5"
+_CODEBOOKS = {
+    "settings of the library": "",
+    "size by rule": _BY_RULE,
+    "size by rule, task gradient": _TASK,
+    "gate from .5": _GATE,
+    "gate from .9": f"{_TASK} gate=learned gate_value=0.9",
+    "gate from .5, four segments": f"{_GATE} segments=4".replace("segments=0 ", ""),
+    "gate from .5, no layer norm": f"{_GATE} feature_norm=none",
+    "gate from .5, own batch norm": f"{_GATE} batch_norm=personal",
+    "gate from .5, 5 epochs": f"{_GATE} fine_tuning_epochs=5",
+    "gate from .5, own batch norm, 5 epochs": f"{_GATE} batch_norm=personal fine_tuning_epochs=5",
+    "gate from .5, codewords for all": f"{_GATE} extend=all",
+    "gate from .5, no own codewords": f"{_GATE} extend=none",
+}
 TRIALS = {
     "hospitals": {
         **{
@@ -74,6 +92,13 @@ TRIALS = {
         "FedAvg, 600 images, 12 rounds of 1 epoch, cosine": (
             f"fedavg {_DIGITS} {_IMAGES_600} image_size=14 rounds=7 extra_rounds=5 epochs=1 schedule=cosine"
         ),
+    },
+    "digits, codebook": {
+        **{f"UEFL, {label}": f"uefl {_CHOSEN_DIGITS} {settings}" for label, settings in _CODEBOOKS.items()},
+        "FedAvg, fine-tuned": f"fine-tuning {_CHOSEN_DIGITS} fine_tuning_epochs=5",
+        "FedAvg, no layer norm": f"fedavg {_CHOSEN_DIGITS} feature_norm=none",
+        "FedBN": f"fedbn {_CHOSEN_DIGITS}",
+        "FedBN, fine-tuned": f"fine-tuning {_CHOSEN_DIGITS} batch_norm=personal fine_tuning_epochs=5",
     },
 }
 
