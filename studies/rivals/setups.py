@@ -257,10 +257,10 @@ HOSPITALS = Setup(
         UEFL: Row(
             method="uefl",
             trials=(
-                make_hospital_trial("no fine-tuning", model=DROPOUT),
-                make_hospital_trial("5 epochs", epochs=5, model=DROPOUT),
-                make_hospital_trial("10 epochs", epochs=10, model=DROPOUT),
-                make_hospital_trial("5 epochs, decay 1", decay=1.0, epochs=5, model=DROPOUT),
+                make_hospital_trial("gate from .75, 5 epochs", epochs=5, model=DROPOUT, gate_value=0.75),
+                make_hospital_trial("gate from .5, 5 epochs", epochs=5, model=DROPOUT),
+                make_hospital_trial("gate from .5, 10 epochs", epochs=10, model=DROPOUT),
+                make_hospital_trial("gate from .5, 5 epochs, dropout .6", epochs=5, model={"dropout": 0.6}),
             ),
         ),
     },
