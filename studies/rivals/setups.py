@@ -172,8 +172,7 @@ HOSPITAL_SEARCH: Mapping[str, Row] = {
                 local={"weight_decay": decay},
                 model={"dropout": dropout},
             )
-            for decay in (0.1, 1.0)
-            for dropout in (0.1, 0.5)
+            for decay, dropout in ((0.1, 0.1), (0.1, 0.5), (1.0, 0.1), (1.0, 0.5), (0.0, 0.5))
         ),
     ),
     UEFL: Row(

@@ -22,15 +22,13 @@ CHOICE = Choice(HOSPITALS.schedules[0], {UEFL: HOSPITALS.receiver_trial})
 def timed() -> dict[str, TimedRow]:
     silos, images = HOSPITALS.data.load(0)
     silos = select_silos(silos, 64)
-    rows = {
-        row: TimedRow(
-            HOSPITALS.make_experiment(row, HOSPITALS.rows[row].trials[0], HOSPITALS.schedules[0], 0),
-            silos,
-            len(images.classes),
-            "cpu",
-        )
-        for row in (FEDAVG, "Local-only", UEFL)
-    }
+    rows = {}
+    for row in (FEDAVG, "Local-only", UEFL):
+        trial = HOSPITALS.rows[row].trials[0]
+        if row == UEFL:  # a fine-tuned network is all its own
+            trial = replace(trial, method={**trial.method, "fine_tuning_epochs": 0})
+        experiment = HOSPITALS.make_experiment(row, trial, HOSPITALS.schedules[0], 0)
+        rows[row] = TimedRow(experiment, silos, len(images.classes), "cpu")
     for row in rows.values():
         row()
     return rows
