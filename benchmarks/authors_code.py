@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.cpu_profile import profile_operations
 from benchmarks.harness import OURS, Measurement, Options, measure_interleaved
+from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.core.federation import Silo
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.experiment import Experiment
@@ -126,8 +127,7 @@ def run_uefl(silos: Sequence[Silo], experiment: Experiment, device: str) -> None
 def make_demo(*, rounds: int = ROUNDS, tiny: bool = False) -> tuple[list[Silo], Experiment]:
     """Return the demo's silos and experiment, without warm-up."""
     experiment = make_experiment("uefl", "mnist5k")
-    assert experiment.method.codebook
-    codebook = replace(experiment.method.codebook, warmup_rounds=0)
+    codebook = ExtensibleCodebook(warmup_rounds=0, commitment_weight=0.01)  # four segments, as in earlier records
     method = replace(experiment.method, rounds=rounds, iterations=1, codebook=codebook)
     data = experiment.data
     if tiny:

@@ -161,7 +161,7 @@ def frameworks(silos):
 def authors_code(silos):
     experiment = make_experiment("uefl", "mnist5k")
     method = experiment.method
-    codebook = call(replace, method.codebook, warmup_rounds=0)
+    codebook = call(ExtensibleCodebook, warmup_rounds=0, commitment_weight=0.01)
     local = replace(method.local, epochs=SIZE["epochs"])
     method = replace(method, rounds=TOTAL_ROUNDS, iterations=1, codebook=codebook, local=local)
     net = get(replace(experiment, method=method), "build_network")((1, 28, 28), 10)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from benchmarks.digits import load_digits, make_silos
 from benchmarks.harness import Measurement, Options
 from uefl.algorithms import METHODS
+from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.core.federation import Silo
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.recipes import make_experiment
@@ -43,7 +44,9 @@ def run_tiny(method_name: str, silos: Sequence[Silo], device: str) -> tuple[list
     experiment = make_experiment(method_name, "mnist5k")
     method = experiment.method
     # Every silo but the least uncertain one gets codewords after round 4.
-    codebook = replace(method.codebook, gamma=0.0, min_standard_errors=0.0) if method.codebook else None
+    codebook = None
+    if method.codebook:
+        codebook = ExtensibleCodebook(extend=method.codebook.extend, gamma=0.0, min_standard_errors=0.0)
     local = replace(method.local, epochs=1)
     method = replace(method, rounds=4, extra_rounds=2, iterations=2, mc_samples=2, local=local, codebook=codebook)
     net = replace(experiment, method=method).build_network((1, 28, 28), 10)

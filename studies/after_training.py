@@ -33,8 +33,10 @@ class Setup(NamedTuple):
     title: str
     settings: tuple[str, ...]
     calibration_size: int  # of the random splits; the rest of the held-out images tests
+    codebook: tuple[str, ...]  # settings of UEFL that the records have and the library's defaults had
 
 
+FIRST_CODEBOOK = ("num_codewords=256", "segments=4", "codeword_gradient=code", "gate=none", "gate_value=0.75")
 SCHEDULE = ("rounds=6", "extra_rounds=4", "iterations=2", "epochs=2")
 SETUPS = {
     # 544 training, 116 validation and 1000 held-out images per silo
@@ -45,6 +47,7 @@ SETUPS = {
             *SCHEDULE,
         ),
         200,
+        (*FIRST_CODEBOOK, "commitment_weight=0.01"),
     ),
     "mnist": Setup(
         "MNIST, nine silos with the rotations 0°, −50° and 120°",
@@ -53,6 +56,7 @@ SETUPS = {
             *SCHEDULE,
         ),
         500,
+        (*FIRST_CODEBOOK, "commitment_weight=0.25", "min_standard_errors=2"),
     ),
 }
 
@@ -76,7 +80,8 @@ class HeldOutPool:
 
 def make_study_experiment(setup: Setup, method: str, seed: int) -> Experiment:
     """Return the experiment of a method and seed."""
-    (experiment,) = parse_experiments([method, *setup.settings, f"seed={seed}"], (), "default").values()
+    codebook = setup.codebook if method == "uefl" else ()
+    (experiment,) = parse_experiments([method, *setup.settings, *codebook, f"seed={seed}"], (), "default").values()
     return experiment
 
 

@@ -39,7 +39,10 @@ SMALL = [
     "mc_samples=3",
     "public_images=40",
 ]
-CODEBOOK = ["num_codewords=8", "gamma=0", "min_standard_errors=0"]
+CODEBOOK = [
+    *("num_codewords=8", "segments=4", "gamma=0", "min_standard_errors=0", "commitment_weight=0.01"),
+    *("codeword_gradient=code", "gate=none", "gate_value=0.75"),
+]
 SETTINGS = {
     "uefl ensemble of two": "uefl ensemble_size=2",
     "uefl optimizer kept": "uefl reset_optimizer=false",
@@ -99,7 +102,9 @@ def list_runs() -> Mapping[str, Experiment]:
     runs: dict[str, Experiment] = {}
     for label, text in ({name: name for name in METHODS} | SETTINGS).items():
         arguments = text.split()
-        codebook = CODEBOOK if "codebook=on" in arguments or METHODS[arguments[0]]().codebook else []
+        has_codebook = "codebook=on" in arguments or METHODS[arguments[0]]().codebook
+        named = {argument.partition("=")[0] for argument in arguments}
+        codebook = [s for s in CODEBOOK if has_codebook and s.partition("=")[0] not in named]
         # The group-norm encoder has no width.
         small = [setting for setting in SMALL if not (setting.startswith("width=") and "encoder=g" in text)]
         for precision in ("float32", "float64"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -156,10 +156,19 @@ class Federation:
         return replace(models, model_state=state, personal_tensors=personal)
 
 
+# Settings that the records have and the library's defaults had.
+FIRST_CODEBOOK = ("codeword_gradient=code", "gate=none", "gate_value=0.75", "segments=4")
+FIRST_SETTINGS: Mapping[SetupName, tuple[str, ...]] = {
+    "hospitals": (*FIRST_CODEBOOK, "num_codewords=16", "dropout=0.1", "logit_adjustment=none"),
+    "rotations": (*FIRST_CODEBOOK, "num_codewords=256", "commitment_weight=0.01"),
+}
+
+
 @cache
 def load_federations(setup: SetupName, seed: int, dataset: str, settings: tuple[str, ...]) -> dict[str, Federation]:
     """Return a federation for every silo that may come later, by its name."""
-    experiment = override_settings(replace(make_experiment("uefl", dataset), seed=seed), settings)
+    experiment = override_settings(replace(make_experiment("uefl", dataset), seed=seed), FIRST_SETTINGS[setup])
+    experiment = override_settings(experiment, settings)
     if setup == "rotations":
         config = DataConfig(
             name=dataset,

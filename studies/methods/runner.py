@@ -41,6 +41,7 @@ ADDED_SETTINGS: Mapping[str, Any] = {
     "method.codebook.uncertainty_level": 0.05,
     "method.fine_tuning_epochs": 0,
 }
+SILO_METRICS = ("domain", "accuracy", "entropy", "nll", "nll_scaled", "temperature", "brier", "ece", "augrc")
 EARLIER_EXTEND_VALUES = {"uncertain": True, "none": False}  # of method.codebook.extend
 
 
@@ -292,8 +293,9 @@ def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
 
 
 def _select_metrics(silo: Mapping[str, Any]) -> RunRecord:
-    """Return the metrics of a silo without those that are not numbers."""
-    return {name: value for name, value in silo.items() if name == "domain" or value == value}
+    """Return the metrics of a silo that tables show, with seven digits, and without those that are not numbers."""
+    shown = {n: v for n, v in silo.items() if n in SILO_METRICS or n.startswith("auroc")}
+    return {n: float(f"{v:.7g}") if isinstance(v, float) else v for n, v in shown.items() if v == v}
 
 
 def _describe_zero_error(record: Mapping[str, Any]) -> RunRecord:

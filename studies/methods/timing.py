@@ -1,7 +1,8 @@
 """Measure what a round costs: every method of a setup alone on the machine, a few rounds each, interleaved.
 
 Three silos of four batches; network, batch size and local epochs are those of the setup. A round is training, its
-queries, and averaging, without evaluation. Unlike the duration of runs that share a device, these times compare.
+queries, and averaging, without evaluation. Unlike the duration of runs that share a device, these times compare: on a
+CPU they are CPU seconds.
 """
 
 from __future__ import annotations
@@ -45,15 +46,21 @@ class TimedMethod:
         codebook = self.method.codebook
         for _ in range(max(codebook.warmup_rounds if codebook else 1, 1)):  # warm caches, and make the codebook
             self.server = self.method.step(self.clients, self.server)
+        self.server = self.prepare_server(self.server)
         self.seconds: list[float] = []
+
+    def prepare_server(self, server: ServerState) -> ServerState:
+        """Return the server's state before the first timed round."""
+        return server
 
     def __call__(self) -> None:
         before: ServerState = self.server.replace(open_record={}, completed_records=())
         self._synchronize()
-        start = time.perf_counter()
+        clock = time.perf_counter if self.clients.device.type == "cuda" else time.process_time
+        start = clock()
         self.server = self.method.run_round(self.clients, before)
         self._synchronize()
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(clock() - start)
 
     def _synchronize(self) -> None:
         if self.clients.device.type == "cuda":
@@ -102,11 +109,15 @@ def time_methods(
 
 
 def _make_record(name: str, row: str, timed: TimedMethod, device: str) -> RunRecord:
+    return {"setup": name, "method": row, "round": timed.summarize_costs(), **describe_environment(device)}
+
+
+def describe_environment(device: str) -> RunRecord:
+    """Return what a time depends on beside the method."""
     device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    environment = {
+    return {
         "device": device_name,
         "torch": torch.__version__,
         "engine": "serial",
         "results_version": RESULTS_VERSION,
     }
-    return {"setup": name, "method": row, "round": timed.summarize_costs(), **environment}

@@ -1,4 +1,4 @@
-"""`python -m studies.rivals select | search | run | page`."""
+"""`python -m studies.rivals select | search | run | time | page`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from studies.methods.runner import StudyResources
 from studies.rivals import runner
 from studies.rivals.page import render_page
 from studies.rivals.setups import SETUPS
+from studies.rivals.timing import time_rows
 from uefl.core.errors import InputError, unknown_value_error
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -23,6 +25,9 @@ SetupOption = Annotated[
     list[str] | None, typer.Option("--setup", help=f"A setup: {', '.join(SETUPS)}. Repeatable; default: all.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+EngineOption = Annotated[
+    str, typer.Option(help="auto, or stacked: seeds and folds of a small table in one stack on a CPU too.")
+]
 WorkersOption = Annotated[int, typer.Option(help="Processes; on one GPU, more than three slow each other down.")]
 LimitOption = Annotated[float, typer.Option(help="Time limit in minutes; the same command resumes.")]
 OutOption = Annotated[Path, typer.Option(help="Folder of run folders.")]
@@ -33,13 +38,14 @@ FolderOption = Annotated[Path, typer.Option("--results", help="Folder of the rec
 def select(
     setup: SetupOption = None,
     device: DeviceOption = "cpu",
+    engine: EngineOption = "auto",
     workers: WorkersOption = 1,
     max_minutes: LimitOption = 1e6,
     out: OutOption = Path("runs/rivals"),
     results: FolderOption = Path("results"),
 ) -> None:
     """Choose the schedule with FedAvg, and run the trials of all methods."""
-    resources = StudyResources(device, "auto", out, time.time() + 60 * max_minutes, workers)
+    resources = StudyResources(device, engine, out, time.time() + 60 * max_minutes, workers)
     finish(sum(runner.run_trials(n, resources, get_files(results), print_line) for n in check_setups(setup)))
 
 
@@ -47,6 +53,7 @@ def select(
 def search(
     setup: SetupOption = None,
     device: DeviceOption = "cpu",
+    engine: EngineOption = "auto",
     workers: WorkersOption = 1,
     max_minutes: LimitOption = 1e6,
     out: OutOption = Path("runs/rivals-search"),
@@ -54,7 +61,7 @@ def search(
 ) -> None:
     """Try settings of UEFL, on seeds of their own, before its trials are fixed."""
     names = [n for n in check_setups(setup) if not SETUPS[n].trials_of]
-    resources = StudyResources(device, "auto", out, time.time() + 60 * max_minutes, workers)
+    resources = StudyResources(device, engine, out, time.time() + 60 * max_minutes, workers)
     finish(sum(runner.run_search(n, resources, get_files(results), print_line) for n in names))
 
 
@@ -62,14 +69,24 @@ def search(
 def run(
     setup: SetupOption = None,
     device: DeviceOption = "cpu",
+    engine: EngineOption = "auto",
     workers: WorkersOption = 1,
     max_minutes: LimitOption = 1e6,
     out: OutOption = Path("runs/rivals"),
     results: FolderOption = Path("results"),
 ) -> None:
     """Freeze the trial of every method by validation, and run it with fresh seeds."""
-    resources = StudyResources(device, "auto", out, time.time() + 60 * max_minutes, workers)
+    resources = StudyResources(device, engine, out, time.time() + 60 * max_minutes, workers)
     finish(sum(runner.run_final(n, resources, get_files(results), print_line) for n in check_setups(setup)))
+
+
+@app.command("time")
+def time_(setup: SetupOption = None, device: DeviceOption = "cpu", results: FolderOption = Path("results")) -> None:
+    """Time a round of every method with the trial that validation chose."""
+    torch.set_num_threads(1)
+    files = get_files(results)
+    for name in check_setups(setup):
+        time_rows(name, device, files, print_line)
 
 
 @app.command()
@@ -82,7 +99,7 @@ def page(results: FolderOption = Path("results")) -> None:
 def get_files(folder: Path) -> runner.Files:
     """Return the files of the study in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("rivals-search.jsonl", "rivals-trials.jsonl", "rivals-frozen.json", "rivals.jsonl")
+    names = ("rivals-search.jsonl", "rivals-trials.jsonl", "rivals-frozen.json", "rivals.jsonl", "rivals-time.jsonl")
     return runner.Files(*(folder / name for name in names))
 
 

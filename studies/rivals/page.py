@@ -10,7 +10,18 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from studies.methods.runner import RunRecord, StudyRun
-from studies.rivals.runner import Choice, Files, list_final_runs, list_trials, read_frozen
+from studies.rivals.runner import (
+    RECEIVER_ROW,
+    Choice,
+    Files,
+    get_choice,
+    list_final_runs,
+    list_receiver_runs,
+    list_table_parts,
+    list_trials,
+    make_run,
+    read_frozen,
+)
 from studies.rivals.setups import SETUPS
 from studies.rivals.statistics import adjust_holm, compare_folds, compare_seeds
 from studies.rivals.trials import FEDAVG, UEFL, Schedule, Setup
@@ -54,7 +65,8 @@ def render_page(files: Files) -> str:
         if rows := find_rows(name, frozen, trials, results):
             tables[name] = rows
             parts += [f"## {setup.title}", describe_choice(name, frozen), render_table(setup, rows)]
-            parts += [render_domains(setup, rows)]
+            parts += [render_domains(setup, rows), render_costs(name, rows, read_records(files.times))]
+            parts += [render_receivers(name, get_choice(name, files), trials, results)]
         elif scores := find_trial_scores(name, trials):
             parts += [f"## {setup.title}: trials only", describe_trials(scores)]
     parts.insert(1, render_primary(tables))
@@ -96,7 +108,7 @@ def find_fold_rows(name: str, trials: Sequence[RunRecord]) -> dict[str, dict[Par
         record = by_identity.get(_identify_run(run))
         if record is None:
             return {}
-        method, part = run.method.rpartition(": ")[0], (run.seed, int(run.experiment.data.fold.partition("/")[0]))
+        method, part = run.method.rpartition(": ")[0], _find_part(run)
         best = rows[method].get(part)
         if best is None or record["validation_nll"] < best["validation_nll"]:
             rows[method][part] = record
@@ -167,8 +179,7 @@ def render_table(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> 
     columns = [
         c for c in COLUMNS if all(c.metric in s for r in rows[UEFL].values() for s in _select_large_silos(r).values())
     ]
-    head = ["method", *(c.title for c in columns), "UEFL's gain in mA, points", "in NLL, %", "own codewords"]
-    head += ["MB per round and silo"]
+    head = ["method", *(c.title for c in columns), "UEFL's gain in mA, points", "in NLL, %"]
     lines = [head, ["---"] * len(head)]
     compare = _get_comparison(setup)
     for method, records in rows.items():
@@ -180,9 +191,7 @@ def render_table(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> 
                 format_gain(find_accuracy_gain(rows, method, parts, compare), MARGIN_POINTS, 2),
                 format_gain(find_nll_gain(rows, method, parts, compare), MARGIN_NLL, 1),
             ]
-        codewords = mean(r["num_codewords"][1] for r in records.values())
-        cost = mean((r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values())
-        lines.append([method, *cells, *gains, f"{codewords:.0f}", f"{cost:.2f}"])
+        lines.append([method, *cells, *gains])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -251,6 +260,83 @@ def render_domains(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -
     gains = [compare(*([mean_of_domain(rows[m][p], d) for p in parts] for m in (UEFL, FEDAVG))) for d in domains]
     lines.append(["UEFL − FedAvg", *(f"{g.mean:+.2f} [{g.low:+.2f}, {g.high:+.2f}]" for g in gains)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times: Sequence[RunRecord]) -> str:
+    """Render what each method costs: codewords, values of a silo's own, bytes, and seconds on every device."""
+    own = {(r["method"], r["device"]): r["round"] for r in times if r["setup"] == name}  # the newest record counts
+    devices = list(dict.fromkeys(device for _, device in own))
+    head = ["cost", "codewords of a silo", "own parameters", "MB per round and silo"]
+    head += [f"s per round, {device} (× FedAvg)" for device in devices]
+    lines = [head, ["---"] * len(head)]
+    for method, records in rows.items():
+        costs = [own.get((method, device)) for device in devices]
+        parameters = next((f"{c['own_parameters']}" for c in costs if c), "–")
+        codewords = mean(r["num_codewords"][1] for r in records.values())
+        megabytes = mean((r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values())
+        cells = [method, f"{codewords:.0f}", parameters, f"{megabytes:.2f}"]
+        for device, cost in zip(devices, costs, strict=True):
+            reference = own.get((FEDAVG, device))
+            if cost is None or reference is None:
+                cells.append("–")
+            else:
+                cells.append(f"{cost['seconds']:.3f} ({cost['seconds'] / reference['seconds']:.2f})")
+        lines.append(cells)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def render_receivers(
+    name: str, choice: Choice | None, trials: Sequence[RunRecord], results: Sequence[RunRecord]
+) -> str:
+    """Render UEFL with codewords for other silos than its own choice, and the gain of that choice."""
+    setup, columns = SETUPS[name], [c for c in COLUMNS if c.metric in ("accuracy", "nll")]
+    rows = find_receiver_rows(name, choice, trials, results) if choice else {}
+    if not rows or not choice:
+        return ""
+    own = setup.rows[UEFL].trials[choice.trials[UEFL]].method["codebook"].extend
+    head = ["silos that get codewords", *(c.title for c in columns), f"gain of `{own}` in mA, points", "in NLL, %"]
+    lines = [head, ["---"] * len(head)]
+    for extend, records in rows.items():
+        cells = [_format_mean([c.scale * mean_over_silos(r, c.metric) for r in records.values()], c) for c in columns]
+        pair = {UEFL: rows[own], extend: records}
+        gains = [
+            find(pair, extend, sorted(records), _get_comparison(setup)) for find in (find_accuracy_gain, find_nll_gain)
+        ]
+        texts = (
+            ["", ""]
+            if extend == own
+            else [format_gain(gains[0], MARGIN_POINTS, 2), format_gain(gains[1], MARGIN_NLL, 1)]
+        )
+        lines.append([f"`{extend}`", *cells, *texts])
+    label = setup.rows[UEFL].trials[choice.trials[UEFL]].label
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"UEFL ({label}) with codewords for other silos (`extend`):\n\n{table}"
+
+
+def find_receiver_rows(
+    name: str, choice: Choice, trials: Sequence[RunRecord], results: Sequence[RunRecord]
+) -> dict[str, dict[Part, RunRecord]]:
+    """Return by value of `extend` the records of UEFL, or nothing until all have run."""
+    setup, number = SETUPS[name], choice.trials[UEFL]
+    trial, recorded = setup.rows[UEFL].trials[number], trials if setup.folds else results
+    own_row = f"{UEFL}: {trial.label}" if setup.folds else UEFL
+    own = [
+        make_run(name, UEFL, number, choice.schedule, seed, fold=fold, row=own_row)
+        for seed, fold in list_table_parts(setup)
+    ]
+    pairs = [(trial.method["codebook"].extend, run, recorded) for run in own]
+    pairs += [(run.method.removeprefix(RECEIVER_ROW), run, results) for run in list_receiver_runs(name, choice)]
+    rows = defaultdict[str, dict[Part, RunRecord]](dict)
+    for extend, run, records in pairs:
+        matches = [r for r in records if _identify_record(r) == _identify_run(run) and r["setup"] == name]
+        if not matches:
+            return {}
+        rows[extend][_find_part(run)] = matches[-1]
+    return dict(rows)
+
+
+def _find_part(run: StudyRun) -> Part:
+    return run.seed, int(run.experiment.data.fold.partition("/")[0] or 0)
 
 
 def render_primary(tables: Mapping[str, Mapping[str, Mapping[Part, RunRecord]]]) -> str:

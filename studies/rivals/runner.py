@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
 from studies.rivals.setups import SETUPS
-from studies.rivals.trials import FEDAVG, SEARCH_SEEDS, TRIAL_SEEDS, Schedule, Setup
+from studies.rivals.trials import FEDAVG, RECEIVERS, SEARCH_SEEDS, TRIAL_SEEDS, UEFL, Schedule, Setup
 from uefl.core.errors import InputError
 from uefl.experiment.records import read_records
 
 SEARCH = "schedule search"  # row of the runs that choose the schedule
+RECEIVER_ROW = f"{UEFL}, extend="  # beginning of the rows in which other silos get codewords
 
 
 class Files(NamedTuple):
@@ -26,6 +27,7 @@ class Files(NamedTuple):
     trials: Path
     frozen: Path
     results: Path
+    times: Path
 
 
 class Choice(NamedTuple):
@@ -183,10 +185,43 @@ def list_final_runs(name: str, choice: Choice) -> list[StudyRun]:
     ]
 
 
+def list_receiver_runs(name: str, choice: Choice) -> list[StudyRun]:
+    """List UEFL's runs in which other silos get codewords, so that the choice by uncertainty can be compared."""
+    setup = SETUPS[name]
+    trial = setup.rows[UEFL].trials[choice.trials[UEFL]]
+    codebook = trial.method["codebook"]
+    runs = []
+    for extend in RECEIVERS:
+        if extend != codebook.extend:
+            changed = replace(trial, method={**trial.method, "codebook": replace(codebook, extend=extend)})
+            runs += [
+                StudyRun(name, f"{RECEIVER_ROW}{extend}", seed, experiment, with_silos=True)
+                for seed, fold in list_table_parts(setup)
+                for experiment in [setup.make_experiment(UEFL, changed, choice.schedule, seed, fold)]
+            ]
+    return runs
+
+
+def list_table_parts(setup: Setup) -> list[tuple[int, int]]:
+    """Return seeds and folds of a table."""
+    return list_trial_parts(setup) if setup.folds else [(seed, 0) for seed in setup.seeds]
+
+
+def get_choice(name: str, files: Files) -> Choice | None:
+    """Return what is frozen for a setup; with folds, the trial of UEFL whose receivers are exchanged."""
+    setup = SETUPS[name]
+    if setup.folds:
+        return Choice(setup.schedules[0], {UEFL: setup.receiver_trial})
+    entry = read_frozen(files.frozen).get(setup.trials_of or name)
+    return Choice(Schedule(**entry["schedule"]), entry["trials"]) if entry else None
+
+
 def run_final(name: str, resources: StudyResources, files: Files, report: Callable[[str], None]) -> int:
-    """Freeze the settings, then run the fresh seeds; with folds, the trials of each fold are all that is needed."""
+    """Freeze the settings, then run the fresh seeds; with folds, `select` ran the rows of the table already."""
     if SETUPS[name].folds:
-        report(f"{name}: every fold chooses among its trials, so `select` runs all that the table needs")
-        return 0
+        report(f"{name}: every fold chooses among its trials, so only the receivers of codewords are left to compare")
+        choice = Choice(SETUPS[name].schedules[0], {UEFL: SETUPS[name].receiver_trial})
+        return run_parallel(list_receiver_runs(name, choice), resources, files.results, report)
     choice = freeze_choice(SETUPS[name].trials_of or name, files)
-    return run_parallel(list_final_runs(name, choice), resources, files.results, report)
+    runs = [*list_final_runs(name, choice), *list_receiver_runs(name, choice)]
+    return run_parallel(runs, resources, files.results, report)

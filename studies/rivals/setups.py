@@ -143,6 +143,19 @@ def make_hospital_trial(
 
 DROPOUT = {"dropout": 0.5}
 LINEAR = {**LOGISTIC, "dropout": 0.1}
+HOSPITAL_VARIANTS: Sequence[tuple[str, dict[str, Any], dict[str, Any]]] = (
+    ("dropout .6", {"dropout": 0.6}, {}),
+    ("dropout .7", {"dropout": 0.7}, {}),
+    ("width 128", {"width": 128}, {}),
+    ("no layer norm", NO_NORM, {}),
+    ("lr .003", {}, {"lr": 3e-3}),
+    ("gate from .25", {}, {"gate_value": 0.25}),
+    ("gate from .75", {}, {"gate_value": 0.75}),
+    ("no gate", {}, {"gate": "none"}),
+    ("8 segments", {}, {"segments": 8}),
+    ("codewords for all", {}, {"extend": "all"}),
+    ("no own codewords", {}, {"extend": "none"}),
+)
 HOSPITAL_SEARCH: Mapping[str, Row] = {
     "Logistic regression, local": Row(method="local-only", trials=REGRESSION),
     "Logistic regression, FedAvg": Row(method="fedavg", trials=REGRESSION),
@@ -159,8 +172,7 @@ HOSPITAL_SEARCH: Mapping[str, Row] = {
                 local={"weight_decay": decay},
                 model={"dropout": dropout},
             )
-            for decay in (0.1, 1.0)
-            for dropout in (0.1, 0.5)
+            for decay, dropout in ((0.1, 0.1), (0.1, 0.5), (1.0, 0.1), (1.0, 0.5), (0.0, 0.5))
         ),
     ),
     UEFL: Row(
@@ -182,6 +194,37 @@ HOSPITAL_SEARCH: Mapping[str, Row] = {
             make_hospital_trial(
                 "linear, decay .3, gate from .1", lr=0.03, decay=0.3, model=LINEAR, segments=1, gate_value=0.1
             ),
+            *(
+                make_hospital_trial(f"dropout .5, 5 epochs, {label}", epochs=5, model={**DROPOUT, **model}, **fields)
+                for label, model, fields in HOSPITAL_VARIANTS
+            ),
+            make_hospital_trial("dropout .5, 10 epochs", epochs=10, model=DROPOUT),
+            make_hospital_trial("dropout .5, 20 epochs", epochs=20, model=DROPOUT),
+        ),
+    ),
+    "FedAvg, fine-tuned": Row(
+        method="fine-tuning",
+        trials=tuple(
+            Trial(
+                label=f"dropout {dropout:g}, width {width}, decay {decay:g}, {epochs} epochs",
+                method={**HOSPITAL_ADJUSTMENT, "fine_tuning_epochs": epochs},
+                local={"weight_decay": decay},
+                model={"dropout": dropout, "width": width},
+            )
+            for dropout, width, decay, epochs in (
+                (0.5, 64, 0.1, 5),
+                (0.5, 64, 0.1, 10),
+                (0.7, 64, 0.1, 5),
+                (0.5, 128, 0.1, 5),
+            )
+        ),
+    ),
+    "Logistic regression, FedAvg, tuned longer": Row(
+        method="fine-tuning",
+        trials=tuple(
+            replace(t, label=f"{t.label}, {epochs} epochs", method={**t.method, "fine_tuning_epochs": epochs})
+            for t in REGRESSION[1:3]
+            for epochs in (10,)
         ),
     ),
 }
@@ -213,10 +256,10 @@ HOSPITALS = Setup(
         UEFL: Row(
             method="uefl",
             trials=(
-                make_hospital_trial("no fine-tuning", model=DROPOUT),
-                make_hospital_trial("5 epochs", epochs=5, model=DROPOUT),
-                make_hospital_trial("10 epochs", epochs=10, model=DROPOUT),
-                make_hospital_trial("5 epochs, decay 1", decay=1.0, epochs=5, model=DROPOUT),
+                make_hospital_trial("gate from .75, 5 epochs", epochs=5, model=DROPOUT, gate_value=0.75),
+                make_hospital_trial("gate from .5, 5 epochs", epochs=5, model=DROPOUT),
+                make_hospital_trial("gate from .5, 10 epochs", epochs=10, model=DROPOUT),
+                make_hospital_trial("gate from .5, 5 epochs, dropout .6", epochs=5, model={"dropout": 0.6}),
             ),
         ),
     },

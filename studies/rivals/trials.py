@@ -18,6 +18,7 @@ from uefl.experiment.experiment import Experiment
 from uefl.models.model_config import ModelConfig
 
 FEDAVG, UEFL = "FedAvg", "UEFL"
+RECEIVERS = ("none", "uncertain", "random", "all")  # silos that get codewords: values of `extend` that are compared
 TRIAL_SEEDS = (20, 21)  # not used before
 SEARCH_SEEDS = (30, 31)  # of the search for UEFL's own settings, before its trials were fixed
 SEEDS = tuple(range(100, 110))  # fresh: no setting was chosen with them
@@ -69,6 +70,7 @@ class Setup:
     trials_of: str = ""  # another setup whose trials were chosen already, with the same data set
     folds: int = 0  # parts of a cross-validation; 0: a test set
     seeds: Sequence[int] = SEEDS  # of the table
+    receiver_trial: int = 0  # with folds: the trial of UEFL whose receivers of codewords are exchanged
 
     def make_experiment(self, row: str, trial: Trial, schedule: Schedule, seed: int, fold: int = 0) -> Experiment:
         """Make the experiment of one row, trial and seed."""

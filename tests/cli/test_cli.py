@@ -251,7 +251,7 @@ def test_another_method_takes_the_codebook_with_the_settings_of_uefl() -> None:
     fedprox, uefl = parse_experiments(arguments, [], "default").values()
     assert fedprox.method.codebook == uefl.method.codebook
     assert fedprox.method.codebook is not None
-    assert (fedprox.method.codebook.num_codewords, fedprox.method.codebook.commitment_weight) == (8, 0.01)
+    assert (fedprox.method.codebook.num_codewords, fedprox.method.codebook.commitment_weight) == (8, 0.05)
     with pytest.raises(InputError, match="FedIIR takes no codebook: "):
         parse_experiments(["fediir", "codebook=on"], [], "default")
 

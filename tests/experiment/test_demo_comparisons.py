@@ -18,7 +18,13 @@ SHRUNK = "rounds=3 extra_rounds=1 iterations=2 mc_samples=3"
 
 
 def test_hospitals_compare_what_each_can_do_alone_with_federated_methods_on_every_patient() -> None:
-    assert list(HOSPITALS.arguments) == ["logistic regression alone", "local-only", "fedavg", "uefl"]
+    assert list(HOSPITALS.arguments) == [
+        "logistic regression alone",
+        "local-only",
+        "fedavg",
+        "fine-tuned fedavg",
+        "uefl",
+    ]
     experiments = HOSPITALS.make_experiments()
     assert {e.data.name for e in experiments.values()} == {"heart"}
     folds = {experiments["uefl", repeat].data.fold for repeat in HOSPITALS.repeats}
@@ -37,10 +43,10 @@ def test_digits_have_one_silo_of_each_minority_domain() -> None:
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS.values(), ids=COMPARISONS)
-def test_the_demo_needs_no_download_and_gives_fedavg_and_uefl_the_same_settings(comparison) -> None:  # type: ignore[no-untyped-def]
+def test_the_demo_needs_no_download_and_gives_tuned_fedavg_and_uefl_the_same_settings(comparison) -> None:  # type: ignore[no-untyped-def]
     experiments = comparison.make_experiments()
     assert all(SOURCES[e.data.name].is_embedded for e in experiments.values())
-    uefl, fedavg = (experiments[name, comparison.repeats[0]] for name in ("uefl", "fedavg"))
+    uefl, fedavg = (experiments[name, comparison.repeats[0]] for name in ("uefl", "fine-tuned fedavg"))
     assert (uefl.data, uefl.model, uefl.seed) == (fedavg.data, fedavg.model, fedavg.seed)
     settings = dict(iterate_settings(uefl.method))
     assert all(settings[path] == value for path, value in iterate_settings(fedavg.method) if path[0] != "codebook")

@@ -58,8 +58,11 @@ def test_the_log_has_the_table_of_all_trials() -> None:
     ("data", "row", "candidates"),
     [
         ("hospitals", "logistic regression alone", [f"logistic regression alone, ridge {r}" for r in (1, 3, 10)]),
-        ("hospitals", "fedavg", ["FedAvg, settings of the library", "FedAvg, dropout .5"]),
+        ("hospitals", "fedavg", ["FedAvg, dropout .1, no logit adjustment", "FedAvg, dropout .5"]),
+        ("hospitals", "uefl", [label for label in TRIALS["hospitals"] if label.startswith("UEFL")]),
         ("digits, less time", "fedavg", list(TRIALS["digits, less time"])),
+        ("digits, codebook", "uefl", [label for label in TRIALS["digits, codebook"] if label.startswith("UEFL")]),
+        ("digits, codebook", "fine-tuned fedavg", ["FedAvg, fine-tuned", "FedAvg, fine-tuned, 10 epochs"]),
     ],
 )
 def test_the_demo_has_the_settings_with_the_lowest_validation_nll(data: str, row: str, candidates: list[str]) -> None:

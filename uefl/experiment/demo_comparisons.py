@@ -19,6 +19,7 @@ _DIGITS = (
     "mnist5k num_silos=3,1,1 image_size=14 train_per_silo=600 test_per_silo=400 validation_fraction=0.25 rounds=7 "
     f"extra_rounds=5 iterations=2 epochs=1 schedule=cosine {_FASTER}"
 )
+_TUNING = "fine_tuning_epochs=5"  # after the last round, at each silo
 NUM_FOLDS = 5
 
 HOSPITALS = Comparison(
@@ -27,7 +28,8 @@ HOSPITALS = Comparison(
         "logistic regression alone": f"local-only {_HEART} {_LOGISTIC}",
         "local-only": f"local-only {_HEART} {_DROPOUT}",
         "fedavg": f"fedavg {_HEART} {_DROPOUT}",
-        "uefl": f"uefl {_HEART} {_DROPOUT}",
+        "fine-tuned fedavg": f"fine-tuning {_HEART} {_DROPOUT} {_TUNING}",
+        "uefl": f"uefl {_HEART} {_DROPOUT} gate_value=0.75 {_TUNING}",
     },
     repeats=[f"fold={i}/{NUM_FOLDS}" for i in range(1, NUM_FOLDS + 1)],
     unit="folds",
@@ -35,7 +37,11 @@ HOSPITALS = Comparison(
 )
 DIGITS = Comparison(
     title="Digits: three upright silos (D1), one rotated by −50° (D2), one by 120° (D3)",
-    arguments={"fedavg": f"fedavg {_DIGITS}", "uefl": f"uefl {_DIGITS}"},
+    arguments={
+        "fedavg": f"fedavg {_DIGITS}",
+        "fine-tuned fedavg": f"fine-tuning {_DIGITS} {_TUNING}",
+        "uefl": f"uefl {_DIGITS} gate_value=0.25 {_TUNING}",
+    },
     repeats=[f"seed={i}" for i in range(3)],
     unit="seeds",
 )

@@ -26,6 +26,19 @@ DEMO_BUDGET: dict[str, Any] = {"rounds": 8, "extra_rounds": 6, "iterations": 3}
 TABLE_BUDGET: dict[str, Any] = {"rounds": 10, "extra_rounds": 5, "iterations": 3}
 
 
+# The codebook for all data, chosen by validation (docs/log.md). Its size follows from one rule (D33). All silos above
+# the threshold get codewords; the permutation test decides which of them are reported (D32).
+DEFAULT_CODEBOOK: dict[str, Any] = {
+    "num_codewords": 0,
+    "segments": 0,
+    "commitment_weight": 0.05,
+    "codeword_gradient": "task",
+    "gate": "learned",
+    "gate_value": 0.5,
+    "min_standard_errors": 0.0,
+}
+
+
 def make_experiment(
     method_name: str,
     dataset: str,
@@ -62,29 +75,25 @@ def add_public_images(data: DataConfig) -> DataConfig:
 
 def _apply_default(experiment: Experiment) -> Experiment:
     name, method = experiment.data.name, experiment.method
+    if method.codebook:
+        method = replace(method, codebook=replace(method.codebook, **DEFAULT_CODEBOOK))
     if name == "mnist5k":
         local = LocalTraining(lr=2e-3, batch_size=64, epochs=3)
-        # With 44 validation images per silo, the noise test of D22 would almost never find a silo uncertain.
-        # A small commitment weight lets the codewords follow the features instead of holding them back (D26).
-        codebook = method.codebook and replace(method.codebook, min_standard_errors=0.0, commitment_weight=0.01)
-        method = replace(method, **DEMO_BUDGET, local=method.adapt_local_training(local), codebook=codebook)
+        method = replace(method, **DEMO_BUDGET, local=method.adapt_local_training(local))
         return replace(experiment, method=method, model=ModelConfig(width=16, hidden_size=128))
-    if SOURCES[name].is_table:
+    if SOURCES[name].is_table:  # few rows: strong dropout, and each silo's own class frequencies (docs/log.md)
         local = LocalTraining(optimizer="adamw", lr=1e-3, schedule="cosine", batch_size=16, epochs=2)
-        codebook = method.codebook and replace(
-            method.codebook, num_codewords=16, segments=4, commitment_weight=0.05, min_standard_errors=0.0
-        )
-        method = replace(method, **TABLE_BUDGET, local=method.adapt_local_training(local), codebook=codebook)
-        return replace(experiment, method=method, model=ModelConfig(encoder="mlp", width=64, hidden_size=32))
+        local = method.adapt_local_training(local)
+        method = replace(method, **TABLE_BUDGET, local=local, logit_adjustment="local")
+        model = ModelConfig(encoder="mlp", width=64, hidden_size=32, dropout=0.5)
+        return replace(experiment, method=method, model=model)
     if name == "folder":  # own images: rounds of seconds, and a small network (docs/log.md)
         local = LocalTraining(lr=2e-3, batch_size=64, epochs=1)
-        codebook = method.codebook and replace(method.codebook, commitment_weight=0.01)
-        method = replace(method, **DEMO_BUDGET, local=method.adapt_local_training(local), codebook=codebook)
+        method = replace(method, **DEMO_BUDGET, local=method.adapt_local_training(local))
         return replace(experiment, method=method, model=ModelConfig(width=16, hidden_size=128))
     if name in COLOR_DATASETS:
         local = LocalTraining(lr=1e-4, batch_size=64, epochs=3)
-        codebook = method.codebook and replace(method.codebook, segments=16)
-        method = replace(method, local=method.adapt_local_training(local), codebook=codebook)
+        method = replace(method, local=method.adapt_local_training(local))
         return replace(experiment, method=method, model=ModelConfig(encoder="vgg16"))
     if name == "pacs":
         method = replace(method, local=method.adapt_local_training(LocalTraining(lr=1e-4, batch_size=32, epochs=1)))
