@@ -3,57 +3,36 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
 
-from studies.methods.runner import RunRecord, StudyRun
-from studies.rivals.runner import (
-    RECEIVER_ROW,
-    Choice,
-    Files,
-    get_choice,
-    list_final_runs,
-    list_receiver_runs,
-    list_table_parts,
-    list_trials,
-    make_run,
-    read_frozen,
-)
+from studies.methods.runner import RunRecord
+from studies.rivals.further_tables import render_costs, render_receivers
+from studies.rivals.runner import Choice, Files, get_choice, list_final_runs, list_trials, read_frozen
 from studies.rivals.setups import SETUPS
-from studies.rivals.statistics import adjust_holm, compare_folds, compare_seeds
+from studies.rivals.statistics import adjust_holm
+from studies.rivals.tables import (
+    COLUMNS,
+    MARGIN_NLL,
+    MARGIN_POINTS,
+    Part,
+    find_accuracy_gain,
+    find_nll_gain,
+    find_part,
+    format_gain,
+    format_mean,
+    format_table,
+    get_comparison,
+    identify_record,
+    identify_run,
+    mean_over_silos,
+)
 from studies.rivals.trials import FEDAVG, UEFL, Schedule, Setup
-from uefl.core.paired_difference import Difference
 from uefl.experiment.records import read_records
 
 NOTES = Path(__file__).with_name("notes.md")
-MARGIN_POINTS, MARGIN_NLL = 0.3, 2.0  # what "not below" allows: points of accuracy, percent of NLL
 SMALL_SILO = "Switzerland"  # a hospital that has few patients without heart disease
-Part = tuple[int, int]  # seed and fold
-Compare = Callable[[Sequence[float], Sequence[float]], Difference]
-
-
-class Column(NamedTuple):
-    """A mean over silos in the table."""
-
-    title: str
-    metric: str
-    scale: float = 1.0
-    digits: int = 3
-
-
-COLUMNS = (
-    Column("mA, %", "accuracy", 100, 2),
-    Column("mE", "entropy"),
-    Column("NLL", "nll"),
-    Column("NLL, scaled", "nll_scaled"),
-    Column("Brier", "brier"),
-    Column("ECE", "ece"),
-    Column("AUGRC", "augrc", 100, 2),
-    Column("AUROC", "auroc"),
-)
 
 
 def render_page(files: Files) -> str:
@@ -103,24 +82,16 @@ def find_fold_rows(name: str, trials: Sequence[RunRecord]) -> dict[str, dict[Par
     setup = SETUPS[name]
     rows: dict[str, dict[Part, RunRecord]] = {method: {} for method in setup.rows}
     own = [record for record in trials if record["setup"] == name]
-    by_identity = {_identify_record(record): record for record in own}
+    by_identity = {identify_record(record): record for record in own}
     for run in list_trials(name, setup.schedules[0]):
-        record = by_identity.get(_identify_run(run))
+        record = by_identity.get(identify_run(run))
         if record is None:
             return {}
-        method, part = run.method.rpartition(": ")[0], _find_part(run)
+        method, part = run.method.rpartition(": ")[0], find_part(run)
         best = rows[method].get(part)
         if best is None or record["validation_nll"] < best["validation_nll"]:
             rows[method][part] = record
     return rows
-
-
-def _identify_record(record: RunRecord) -> tuple[str, int, str]:
-    return record["method"], record["seed"], record["settings"].get("data.fold", "")
-
-
-def _identify_run(run: StudyRun) -> tuple[str, int, str]:
-    return run.method, run.seed, run.experiment.data.fold
 
 
 def find_trial_scores(name: str, trials: Sequence[RunRecord]) -> dict[str, list[float]]:
@@ -180,10 +151,10 @@ def render_table(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> 
         c for c in COLUMNS if all(c.metric in s for r in rows[UEFL].values() for s in _select_large_silos(r).values())
     ]
     head = ["method", *(c.title for c in columns), "UEFL's gain in mA, points", "in NLL, %"]
-    lines = [head, ["---"] * len(head)]
-    compare = _get_comparison(setup)
+    lines = [head]
+    compare = get_comparison(setup)
     for method, records in rows.items():
-        cells = [_format_mean([c.scale * mean_over_silos(r, c.metric) for r in records.values()], c) for c in columns]
+        cells = [format_mean([c.scale * mean_over_silos(r, c.metric) for r in records.values()], c) for c in columns]
         gains = ["", ""]
         if method != UEFL:
             parts = sorted(set(records) & set(rows[UEFL]))
@@ -192,11 +163,7 @@ def render_table(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> 
                 format_gain(find_nll_gain(rows, method, parts, compare), MARGIN_NLL, 1),
             ]
         lines.append([method, *cells, *gains])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _get_comparison(setup: Setup) -> Compare:
-    return partial(compare_folds, test_to_train=1 / (setup.folds - 1)) if setup.folds else compare_seeds
+    return format_table(lines)
 
 
 def _select_large_silos(record: RunRecord) -> Mapping[str, RunRecord]:
@@ -205,50 +172,12 @@ def _select_large_silos(record: RunRecord) -> Mapping[str, RunRecord]:
     return {name: silo for name, silo in silos.items() if name != SMALL_SILO}
 
 
-def mean_over_silos(record: RunRecord, metric: str) -> float:
-    """Return the mean of a metric over the silos that have it."""
-    values = [silo[metric] for silo in record["silos"].values() if metric in silo]
-    return mean(values) if values else float("nan")
-
-
-def find_accuracy_gain(
-    rows: Mapping[str, Mapping[Part, RunRecord]], method: str, parts: Sequence[Part], compare: Compare
-) -> Difference:
-    """Return UEFL's gain in mean accuracy, in points."""
-    return compare(*([100 * mean_over_silos(rows[m][p], "accuracy") for p in parts] for m in (UEFL, method)))
-
-
-def find_nll_gain(
-    rows: Mapping[str, Mapping[Part, RunRecord]], method: str, parts: Sequence[Part], compare: Compare
-) -> Difference:
-    """Return by how much UEFL's NLL is lower, in percent of the other method's mean."""
-    theirs, ours = ([mean_over_silos(rows[m][p], "nll") for p in parts] for m in (method, UEFL))
-    center = mean(theirs)
-    return compare([100 * x / center for x in theirs], [100 * x / center for x in ours])
-
-
-def format_gain(gain: Difference, margin: float, digits: int) -> str:
-    """Format a gain with its interval and the verdict."""
-    verdict = "undecided"
-    if gain.low > 0:
-        verdict = "**ahead**"
-    elif gain.high < 0:
-        verdict = "**below**"
-    elif gain.low > -margin:
-        verdict = "not below"
-    return f"{gain.mean:+.{digits}f} [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}] {verdict}"
-
-
-def _format_mean(values: Sequence[float], column: Column) -> str:
-    return f"{mean(values):.{column.digits}f} ± {stdev(values):.{column.digits}f}"
-
-
 def render_domains(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:
     """Render the accuracy of every domain, and UEFL's gain over FedAvg there."""
     domains = list(dict.fromkeys(s["domain"] for s in next(iter(rows[UEFL].values()))["silos"].values()))
     head = ["mA by domain, %", *domains]
-    lines = [head, ["---"] * len(head)]
-    compare = _get_comparison(setup)
+    lines = [head]
+    compare = get_comparison(setup)
 
     def mean_of_domain(record: RunRecord, domain: str) -> float:
         return 100.0 * mean(float(s["accuracy"]) for s in record["silos"].values() if s["domain"] == domain)
@@ -259,84 +188,7 @@ def render_domains(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -
     parts = sorted(set(rows[UEFL]) & set(rows[FEDAVG]))
     gains = [compare(*([mean_of_domain(rows[m][p], d) for p in parts] for m in (UEFL, FEDAVG))) for d in domains]
     lines.append(["UEFL − FedAvg", *(f"{g.mean:+.2f} [{g.low:+.2f}, {g.high:+.2f}]" for g in gains)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times: Sequence[RunRecord]) -> str:
-    """Render what each method costs: codewords, values of a silo's own, bytes, and seconds on every device."""
-    own = {(r["method"], r["device"]): r["round"] for r in times if r["setup"] == name}  # the newest record counts
-    devices = list(dict.fromkeys(device for _, device in own))
-    head = ["cost", "codewords of a silo", "own parameters", "MB per round and silo"]
-    head += [f"s per round, {device} (× FedAvg)" for device in devices]
-    lines = [head, ["---"] * len(head)]
-    for method, records in rows.items():
-        costs = [own.get((method, device)) for device in devices]
-        parameters = next((f"{c['own_parameters']}" for c in costs if c), "–")
-        codewords = mean(r["num_codewords"][1] for r in records.values())
-        megabytes = mean((r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values())
-        cells = [method, f"{codewords:.0f}", parameters, f"{megabytes:.2f}"]
-        for device, cost in zip(devices, costs, strict=True):
-            reference = own.get((FEDAVG, device))
-            if cost is None or reference is None:
-                cells.append("–")
-            else:
-                cells.append(f"{cost['seconds']:.3f} ({cost['seconds'] / reference['seconds']:.2f})")
-        lines.append(cells)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def render_receivers(
-    name: str, choice: Choice | None, trials: Sequence[RunRecord], results: Sequence[RunRecord]
-) -> str:
-    """Render UEFL with codewords for other silos than its own choice, and the gain of that choice."""
-    setup, columns = SETUPS[name], [c for c in COLUMNS if c.metric in ("accuracy", "nll")]
-    rows = find_receiver_rows(name, choice, trials, results) if choice else {}
-    if not rows or not choice:
-        return ""
-    own = setup.rows[UEFL].trials[choice.trials[UEFL]].method["codebook"].extend
-    head = ["silos that get codewords", *(c.title for c in columns), f"gain of `{own}` in mA, points", "in NLL, %"]
-    lines = [head, ["---"] * len(head)]
-    for extend, records in rows.items():
-        cells = [_format_mean([c.scale * mean_over_silos(r, c.metric) for r in records.values()], c) for c in columns]
-        pair = {UEFL: rows[own], extend: records}
-        gains = [
-            find(pair, extend, sorted(records), _get_comparison(setup)) for find in (find_accuracy_gain, find_nll_gain)
-        ]
-        texts = (
-            ["", ""]
-            if extend == own
-            else [format_gain(gains[0], MARGIN_POINTS, 2), format_gain(gains[1], MARGIN_NLL, 1)]
-        )
-        lines.append([f"`{extend}`", *cells, *texts])
-    label = setup.rows[UEFL].trials[choice.trials[UEFL]].label
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"UEFL ({label}) with codewords for other silos (`extend`):\n\n{table}"
-
-
-def find_receiver_rows(
-    name: str, choice: Choice, trials: Sequence[RunRecord], results: Sequence[RunRecord]
-) -> dict[str, dict[Part, RunRecord]]:
-    """Return by value of `extend` the records of UEFL, or nothing until all have run."""
-    setup, number = SETUPS[name], choice.trials[UEFL]
-    trial, recorded = setup.rows[UEFL].trials[number], trials if setup.folds else results
-    own_row = f"{UEFL}: {trial.label}" if setup.folds else UEFL
-    own = [
-        make_run(name, UEFL, number, choice.schedule, seed, fold=fold, row=own_row)
-        for seed, fold in list_table_parts(setup)
-    ]
-    pairs = [(trial.method["codebook"].extend, run, recorded) for run in own]
-    pairs += [(run.method.removeprefix(RECEIVER_ROW), run, results) for run in list_receiver_runs(name, choice)]
-    rows = defaultdict[str, dict[Part, RunRecord]](dict)
-    for extend, run, records in pairs:
-        matches = [r for r in records if _identify_record(r) == _identify_run(run) and r["setup"] == name]
-        if not matches:
-            return {}
-        rows[extend][_find_part(run)] = matches[-1]
-    return dict(rows)
-
-
-def _find_part(run: StudyRun) -> Part:
-    return run.seed, int(run.experiment.data.fold.partition("/")[0] or 0)
+    return format_table(lines)
 
 
 def render_primary(tables: Mapping[str, Mapping[str, Mapping[Part, RunRecord]]]) -> str:
@@ -346,10 +198,10 @@ def render_primary(tables: Mapping[str, Mapping[str, Mapping[Part, RunRecord]]])
     gains = {}
     for name, rows in tables.items():
         parts = sorted(set(rows[UEFL]) & set(rows[FEDAVG]))
-        gains[name] = find_nll_gain(rows, FEDAVG, parts, _get_comparison(SETUPS[name]))
+        gains[name] = find_nll_gain(rows, FEDAVG, parts, get_comparison(SETUPS[name]))
     adjusted = adjust_holm({name: gain.p_value for name, gain in gains.items()})
     head = ["primary comparison: NLL of FedAvg − UEFL", "seeds", "gain, %", "p, adjusted"]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for name, gain in gains.items():
         count = (
             f"{len(tables[name][UEFL])}"
@@ -357,4 +209,4 @@ def render_primary(tables: Mapping[str, Mapping[str, Mapping[Part, RunRecord]]])
             else f"{len(SETUPS[name].seeds)} × {SETUPS[name].folds} folds"
         )
         lines.append([SETUPS[name].title, count, format_gain(gain, MARGIN_NLL, 1), f"{adjusted[name]:.2g}"])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return format_table(lines)

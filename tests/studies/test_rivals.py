@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from scipy.stats import ttest_rel
 
-from studies.rivals.page import format_gain
 from studies.rivals.runner import list_schedule_search, list_trials
 from studies.rivals.setups import SETUPS
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
+from studies.rivals.tables import format_gain
 from studies.rivals.trials import NUM_TRIALS, SEEDS, TRIAL_SEEDS
 
 OURS, THEIRS = [0.91, 0.95, 0.93, 0.97, 0.94], [0.90, 0.92, 0.935, 0.95, 0.91]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from studies.methods.timing import select_silos
-from studies.rivals.page import find_receiver_rows, render_receivers
+from studies.rivals.further_tables import find_receiver_rows, render_receivers
 from studies.rivals.runner import RECEIVER_ROW, Choice, list_receiver_runs, list_table_parts, make_run
 from studies.rivals.setups import SETUPS
 from studies.rivals.timing import TimedRow, find_frequent_labels

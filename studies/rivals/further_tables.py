@@ -1,0 +1,101 @@
+"""Further tables of docs/rivals.md: what each method costs, and UEFL with codewords for other silos."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import mean
+
+from studies.methods.runner import RunRecord
+from studies.rivals.runner import RECEIVER_ROW, Choice, list_receiver_runs, list_table_parts, make_run
+from studies.rivals.setups import SETUPS
+from studies.rivals.tables import (
+    COLUMNS,
+    MARGIN_NLL,
+    MARGIN_POINTS,
+    Part,
+    find_accuracy_gain,
+    find_nll_gain,
+    find_part,
+    format_gain,
+    format_mean,
+    format_table,
+    get_comparison,
+    identify_record,
+    identify_run,
+    mean_over_silos,
+)
+from studies.rivals.trials import FEDAVG, UEFL
+
+
+def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times: Sequence[RunRecord]) -> str:
+    """Render what each method costs: codewords, values of a silo's own, bytes, and seconds on every device."""
+    own = {(r["method"], r["device"]): r["round"] for r in times if r["setup"] == name}  # the newest record counts
+    devices = list(dict.fromkeys(device for _, device in own))
+    head = ["cost", "codewords of a silo", "own parameters", "MB per round and silo"]
+    head += [f"s per round, {device} (× FedAvg)" for device in devices]
+    lines = [head]
+    for method, records in rows.items():
+        costs = [own.get((method, device)) for device in devices]
+        parameters = next((f"{c['own_parameters']}" for c in costs if c), "–")
+        codewords = mean(r["num_codewords"][1] for r in records.values())
+        megabytes = mean((r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values())
+        cells = [method, f"{codewords:.0f}", parameters, f"{megabytes:.2f}"]
+        for device, cost in zip(devices, costs, strict=True):
+            reference = own.get((FEDAVG, device))
+            if cost is None or reference is None:
+                cells.append("–")
+            else:
+                cells.append(f"{cost['seconds']:.3f} ({cost['seconds'] / reference['seconds']:.2f})")
+        lines.append(cells)
+    return format_table(lines)
+
+
+def render_receivers(
+    name: str, choice: Choice | None, trials: Sequence[RunRecord], results: Sequence[RunRecord]
+) -> str:
+    """Render UEFL with codewords for other silos than its own choice, and the gain of that choice."""
+    setup, columns = SETUPS[name], [c for c in COLUMNS if c.metric in ("accuracy", "nll")]
+    rows = find_receiver_rows(name, choice, trials, results) if choice else {}
+    if not rows or not choice:
+        return ""
+    own = setup.rows[UEFL].trials[choice.trials[UEFL]].method["codebook"].extend
+    head = ["silos that get codewords", *(c.title for c in columns), f"gain of `{own}` in mA, points", "in NLL, %"]
+    lines = [head]
+    for extend, records in rows.items():
+        cells = [format_mean([c.scale * mean_over_silos(r, c.metric) for r in records.values()], c) for c in columns]
+        pair = {UEFL: rows[own], extend: records}
+        gains = [
+            find(pair, extend, sorted(records), get_comparison(setup)) for find in (find_accuracy_gain, find_nll_gain)
+        ]
+        texts = (
+            ["", ""]
+            if extend == own
+            else [format_gain(gains[0], MARGIN_POINTS, 2), format_gain(gains[1], MARGIN_NLL, 1)]
+        )
+        lines.append([f"`{extend}`", *cells, *texts])
+    label = setup.rows[UEFL].trials[choice.trials[UEFL]].label
+    table = format_table(lines)
+    return f"UEFL ({label}) with codewords for other silos (`extend`):\n\n{table}"
+
+
+def find_receiver_rows(
+    name: str, choice: Choice, trials: Sequence[RunRecord], results: Sequence[RunRecord]
+) -> dict[str, dict[Part, RunRecord]]:
+    """Return by value of `extend` the records of UEFL, or nothing until all have run."""
+    setup, number = SETUPS[name], choice.trials[UEFL]
+    trial, recorded = setup.rows[UEFL].trials[number], trials if setup.folds else results
+    own_row = f"{UEFL}: {trial.label}" if setup.folds else UEFL
+    own = [
+        make_run(name, UEFL, number, choice.schedule, seed, fold=fold, row=own_row)
+        for seed, fold in list_table_parts(setup)
+    ]
+    pairs = [(trial.method["codebook"].extend, run, recorded) for run in own]
+    pairs += [(run.method.removeprefix(RECEIVER_ROW), run, results) for run in list_receiver_runs(name, choice)]
+    rows = defaultdict[str, dict[Part, RunRecord]](dict)
+    for extend, run, records in pairs:
+        matches = [r for r in records if identify_record(r) == identify_run(run) and r["setup"] == name]
+        if not matches:
+            return {}
+        rows[extend][find_part(run)] = matches[-1]
+    return dict(rows)
