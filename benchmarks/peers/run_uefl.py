@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from benchmarks.peers.workload import (
     BATCH_SIZE,
     EVAL_BATCH_SIZE,
@@ -37,9 +39,18 @@ def start_federation(workload: Workload) -> tuple[FedAvg, SerialEngine, ServerSt
     )
     method = FedAvg(rounds=workload.rounds, iterations=1, mc_samples=1, evaluate_local=False, local=local)
     net = Net(make_encoder(), NUM_CLASSES, (1, 28, 28), hidden_size=HIDDEN, dropout=0.0, feature_norm="none")
-    net.load_state_dict(dict(zip(net.state_dict(), workload.initial.values(), strict=True)))
+    initial = {n: reorder_columns(t, to_tokens=True) for n, t in workload.initial.items()}
+    net.load_state_dict(dict(zip(net.state_dict(), initial.values(), strict=True)))
     clients = SerialEngine(silos, net, seed=SEED, dtype=workload.x.dtype)
     return method, clients, method.initialize_server(clients)
+
+
+def reorder_columns(weight: Tensor, *, to_tokens: bool) -> Tensor:
+    """Reorder the columns of the layer behind the encoder: uefl has the channels of each position together."""
+    if weight.shape != (HIDDEN, 1568):
+        return weight
+    shape, order = ((HIDDEN, 32, 7, 7), (0, 2, 3, 1)) if to_tokens else ((HIDDEN, 7, 7, 32), (0, 3, 1, 2))
+    return weight.reshape(shape).permute(order).reshape(HIDDEN, 1568)
 
 
 def main() -> None:
@@ -51,7 +62,7 @@ def main() -> None:
         # A round's model is evaluated when the next round begins, the last one's at the end.
         records = server.completed_records
         report_round(mean_metric(records[-1]["silos"].values(), "accuracy") if records else 0.0)
-    save_weights(server.model_state)
+    save_weights({n: reorder_columns(t, to_tokens=False) for n, t in server.model_state.items()})
 
 
 if __name__ == "__main__":

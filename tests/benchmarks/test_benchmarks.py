@@ -5,11 +5,14 @@ import json
 
 import pytest
 
+from benchmarks import ten_thousand_clients
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.frameworks import CONTENDERS
 from benchmarks.harness import Measurement, Options, append_records, make_table
+from benchmarks.peers.clients_file import write_clients
 
-IN_PROCESS = sorted(set(BENCHMARKS) - {"frameworks", "client-scaling"})  # these two start processes
+# These start processes.
+IN_PROCESS = sorted(set(BENCHMARKS) - {"frameworks", "client-scaling", "ten-thousand-clients"})
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
@@ -19,9 +22,19 @@ def test_it_runs(name):
     assert all(value >= 0 for m in measurements for value in m.values)
 
 
-@pytest.mark.parametrize("name", CONTENDERS)
-def test_the_program_of_every_framework_exists(name):
-    assert importlib.util.find_spec(f"benchmarks.peers.{CONTENDERS[name].module}")
+@pytest.mark.parametrize("contender", [*CONTENDERS.values(), *ten_thousand_clients.CONTENDERS.values()])
+def test_the_program_of_every_framework_exists(contender):
+    assert importlib.util.find_spec(f"benchmarks.peers.{contender.module}")
+
+
+def test_our_run_of_many_clients_is_measured(tmp_path):
+    pytest.importorskip("psutil")
+    file = tmp_path / "clients.safetensors"
+    write_clients(file, 110, "mnist5k")
+    name, contender = next(iter(ten_thousand_clients.CONTENDERS.items()))
+    outcome = ten_thousand_clients.measure_contender(name, contender, file, 2)
+    assert min(outcome[:3]) > 0
+    assert 0 < float(outcome.accuracy) < 1
 
 
 def test_a_record_has_all_values_and_their_environment(tmp_path):

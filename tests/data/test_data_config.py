@@ -79,9 +79,9 @@ def test_num_classes_selects_the_first_classes() -> None:
         select_first_classes(images, 11)
 
 
-def test_path_and_strict_are_not_part_of_the_run_id() -> None:
+def test_path_lazy_and_strict_are_not_part_of_the_run_id() -> None:
     excluded = {f.name for f in fields(DataConfig) if not f.metadata["in_run_id"]}
-    assert excluded == {"path", "strict"}
+    assert excluded == {"path", "lazy", "strict"}
 
 
 def test_settings_have_simple_types_and_help_texts() -> None:
@@ -182,7 +182,7 @@ def test_default_sizes_are_those_of_the_paper() -> None:
 @pytest.mark.parametrize("partitioner", ["", *PARTITIONERS])
 def test_every_data_set_and_partitioner_has_default_settings(name: str, partitioner: str) -> None:
     config = get_default_config(name, partitioner)
-    natural = dict.fromkeys(("folder", "table", "heart"), "natural")
+    natural = dict.fromkeys(("folder", "tensors", "table", "heart"), "natural")
     expected = {**natural, "pacs": "leave-one-domain-out"}.get(name, "domains")
     assert (config.name, config.partitioner) == (name, partitioner or expected)
 

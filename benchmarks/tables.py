@@ -1,0 +1,154 @@
+"""Write the tables of benchmarks/README.md and docs/speed.md from the records: `python -m benchmarks.tables`.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`. It shows the last run of a benchmark on one kind of
+device. `find_unsupported_ratios` finds ratios in the text around the tables that the last run does not have.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks import trees_table
+from benchmarks.harness import OURS, RECORDS
+
+Record = Mapping[str, Any]
+PAGES = (RECORDS.parent / "README.md", RECORDS.parent.parent / "docs" / "speed.md")
+KINDS = {"cpu": "", "gpu": "NVIDIA"}  # how the name of a device begins
+_BLOCK = re.compile(r"(<!-- table (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_RATIO = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)(?:x\b(?! \d)| times as fast)")
+_BULLET = re.compile(r"^- `([\w-]+)`(.*?)(?=^- |^\S|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def read_last_run(benchmark: str, kind: str) -> list[Record]:
+    """Return the records of the last run of a benchmark on a kind of device; none if it was never run there."""
+    path = RECORDS / f"{benchmark}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = [record for record in map(json.loads, lines) if get_kind(record) == kind]
+    last = max((record["date"] for record in records), default="")
+    return [record for record in records if record["date"] == last]
+
+
+def get_kind(record: Record) -> str:
+    """Return whether a record is of a CPU or of a GPU."""
+    return "gpu" if str(record["device"]).startswith(KINDS["gpu"]) else "cpu"
+
+
+def list_ratios(records: Iterable[Record]) -> dict[tuple[str, str], float]:
+    """Return each contender's value over ours, by quantity and contender."""
+    records = list(records)
+    ours = {r["quantity"]: r["value"] for r in records if r["contender"] == OURS}
+    return {
+        (r["quantity"], r["contender"]): r["value"] / ours[r["quantity"]]
+        for r in records
+        if r["contender"] != OURS and ours.get(r["quantity"])
+    }
+
+
+def render_run(benchmark: str, kind: str) -> str:
+    """Render the last run of a benchmark: where and with which versions it was made, and all its values."""
+    records = read_last_run(benchmark, kind)
+    if not records:
+        return f"No record yet: `python -m benchmarks {benchmark}` makes one."
+    ratios = list_ratios(records)
+    rows = []
+    for r in records:
+        ratio = ratios.get((r["quantity"], r["contender"]))
+        span = f"{min(r['repeats']):.4g} – {max(r['repeats']):.4g}" if len(r["repeats"]) > 1 else ""
+        over = f"{ratio:.3g}x" if ratio is not None else ""
+        rows.append([r["quantity"], r["contender"], f"{r['value']:.4g}", span, r["unit"], over, r["note"]])
+    head = ["quantity", "contender", "median", "range", "unit", f"over {OURS}", "note"]
+    return f"{describe_run(records[0])}\n\n{render_table(head, rows)}"
+
+
+def describe_run(record: Record) -> str:
+    """Describe where a run was made, with which versions and by which command."""
+    versions = {"torch": record["torch"], **record.get("versions", {})}
+    parts = [f"{record['device']}, {record['date'][:10]}, load {record['load'][0]}"]
+    parts += [", ".join(f"{name} {version}" for name, version in versions.items())]
+    parts += [f"`{re.sub(r' --out [^ ]+', '', record['command'])}`"]
+    return f"{record['benchmark']} ({'; '.join(parts)}):"
+
+
+def render_columns(benchmark: str, kind: str, columns: Mapping[str, str], head: str) -> str:
+    """Render one row per contender and one column per quantity that begins with the given text."""
+    records = read_last_run(benchmark, kind)
+    if not records:
+        return f"No record yet: `python -m benchmarks {benchmark}` makes one."
+    rows = []
+    for contender in dict.fromkeys(r["contender"] for r in records):
+        own = [r for r in records if r["contender"] == contender]
+        values = [next((r for r in own if str(r["quantity"]).startswith(text)), None) for text in columns]
+        if all(values):
+            rows.append([contender, *(f"{r['value']:.3g}" for r in values if r)])
+    return f"{describe_run(records[0])}\n\n{render_table([head, *columns.values()], rows)}"
+
+
+def render_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Render a table in Markdown."""
+    head = list(head)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _list_tables() -> Iterator[tuple[str, Callable[[], str]]]:
+    for path in sorted(RECORDS.glob("*.jsonl")):
+        for kind in KINDS:
+            yield f"{path.stem} {kind}", partial(render_run, path.stem, kind)
+    yield "ten-thousand-clients cpu", partial(render_run, "ten-thousand-clients", "cpu")
+    yield "trees", trees_table.render_table
+    times = {"one later round": "CPU s per round", "whole run": "CPU s per run of six rounds"}
+    yield "frameworks summary", partial(render_columns, "frameworks", "cpu", times, "system")
+    for benchmark in ("many-clients", "large-network"):
+        rounds = {"a whole round": "s per round"}
+        yield f"{benchmark} summary", partial(render_columns, benchmark, "gpu", rounds, "system")
+    starts = {
+        f"{count} clients: {quantity}": f"{label}, {count} clients"
+        for quantity, label in (("begin", "s to the first round"), ("one later", "CPU s per round"), ("peak", "MB"))
+        for count in (100, 10_000)
+    }
+    yield "clients summary", partial(render_columns, "ten-thousand-clients", "cpu", starts, "system")
+
+
+def update_page(text: str) -> str:
+    """Return a page with every table rendered anew from the records."""
+    tables = dict(_list_tables())
+
+    def replace_block(match: re.Match[str]) -> str:
+        return f"{match[1]}{tables[match['name']]()}\n{match[3]}"
+
+    return _BLOCK.sub(replace_block, text)
+
+
+def find_unsupported_ratios(text: str) -> list[str]:
+    """Return ratios such as 1.6x or `4.6 times as fast` that the last run of their benchmark does not have.
+
+    A ratio is supported if a contender's value over ours, or its inverse, rounds to it on the kind of device that the
+    heading or sentence above its bullet names.
+    """
+    wrong = []
+    text = _BLOCK.sub("", text)
+    gpu_start = text.find("On an NVIDIA")
+    for match in _BULLET.finditer(text):
+        kind = "gpu" if 0 <= gpu_start < match.start() else "cpu"
+        ratios = list(list_ratios(read_last_run(match[1], kind)).values())
+        ratios += [1 / ratio for ratio in ratios if ratio]
+        for quoted in _RATIO.findall(" ".join(match[2].split())):
+            digits = len(quoted.partition(".")[2])
+            if not any(f"{ratio:.{digits}f}" == quoted for ratio in ratios):
+                wrong.append(f"{match[1]} on {kind}: {quoted}")
+    return wrong
+
+
+def main() -> None:
+    """Write all tables anew, and name the ratios in the text that no longer hold."""
+    for page in PAGES:
+        page.write_text(update_page(page.read_text()))
+    for ratio in find_unsupported_ratios(PAGES[0].read_text()):
+        print(f"{PAGES[0].name} quotes a ratio that the last record does not have: {ratio}")
+
+
+if __name__ == "__main__":
+    main()

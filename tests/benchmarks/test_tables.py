@@ -1,0 +1,104 @@
+"""Tables of the benchmarks follow from the last records, and the text quotes no ratio that they do not have."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import tables
+from benchmarks.tables import PAGES, find_unsupported_ratios, read_last_run, render_run, update_page
+
+
+def make_record(contender, value, date="2026-01-02T00:00:00", **more):
+    record = {"benchmark": "speed", "contender": contender, "quantity": "a round", "value": value, "unit": "s"}
+    record |= {"repeats": [value, value + 1], "note": "", "device": "AMD", "load": [1.0], "torch": "2.0"}
+    return {**record, "date": date, "command": "python -m benchmarks speed", **more}
+
+
+@pytest.fixture
+def records(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RECORDS", tmp_path)
+
+    def write(*rows):
+        (tmp_path / "speed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return write
+
+
+def test_a_table_shows_the_last_run_of_its_device_with_versions_and_ratios(records):
+    newer = {"date": "2026-02-02T00:00:00"}
+    records(
+        make_record("uefl", 2.0),
+        make_record("peer", 8.0),
+        make_record("uefl", 4.0, **newer, versions={"pfl": "0.6"}),
+        make_record("peer", 6.0, **newer, versions={"pfl": "0.6"}),
+        make_record("uefl", 1.0, date="2026-03-03", device="NVIDIA H200"),
+    )
+    text = render_run("speed", "cpu")
+    assert "torch 2.0, pfl 0.6" in text
+    assert "| a round | peer | 6 | 6 – 7 | s | 1.5x |  |" in text
+    assert "| 8 |" not in text
+    assert [r["value"] for r in read_last_run("speed", "gpu")] == [1.0]
+
+
+def test_a_quoted_ratio_must_be_one_of_the_last_run(records):
+    records(make_record("uefl", 2.0), make_record("peer", 5.0))
+    assert find_unsupported_ratios("- `speed`: the peer needs 2.5x the time, 2.5\n  times as fast\n") == []
+    assert find_unsupported_ratios("- `speed`: 2.50x, 0.4x\n") == []
+    assert find_unsupported_ratios("- `speed`: 2.4x\n- `speed`: 3 times as\n  fast\n") == [
+        "speed on cpu: 2.4",
+        "speed on cpu: 3",
+    ]
+    assert find_unsupported_ratios("On an NVIDIA H200:\n\n- `speed`: 2.5x\n") == ["speed on gpu: 2.5"]
+
+
+def test_a_changed_figure_in_a_table_is_written_anew():
+    page = PAGES[0].read_text()
+    begin = page.index("<!-- table kmeans cpu -->")
+    assert update_page(page[:begin] + page[begin:].replace("scikit-learn", "another", 1)) == update_page(page)
+
+
+@pytest.mark.records
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_have_the_tables_of_the_last_records(page):
+    assert update_page(page.read_text()) == page.read_text(), "run: python -m benchmarks.tables"
+
+
+@pytest.mark.records
+def test_the_page_quotes_only_ratios_of_the_last_records():
+    assert find_unsupported_ratios(PAGES[0].read_text()) == []
+
+
+@pytest.mark.records
+def test_every_record_is_shown():
+    page = PAGES[0].read_text()
+    for path in tables.RECORDS.glob("*.jsonl"):
+        for kind in ("cpu", "gpu"):
+            name = "trees" if path.stem == "trees" else f"{path.stem} {kind}"
+            assert f"<!-- table {name} -->" in page or not read_last_run(path.stem, kind)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from benchmarks.digits import load_digits, make_silos
+from benchmarks.frameworks import CONTENDERS, compare_weights, run_contender
+from benchmarks.peers.workload import save_silos
+
+file = Path(sys.argv[1]) / "silos.safetensors"
+save_silos(make_silos(load_digits(), 2, 40, 8), file)
+ours, other = (run_contender(n, CONTENDERS[n], file, 2, "float64") for n in ("uefl", "PyTorch loop"))
+shorter = run_contender("PyTorch loop", CONTENDERS["PyTorch loop"], file, 1, "float64")
+print(compare_weights(other.weights, ours.weights), compare_weights(shorter.weights, ours.weights))
+print(ours.accuracy == other.accuracy)
+"""
+
+
+def test_a_loop_without_framework_does_the_same_work(tmp_path):
+    pytest.importorskip("psutil")
+    process = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=True)
+    same, shorter, accuracies_agree = process.stdout.split()
+    assert float(same) < 1e-12
+    assert float(shorter) > 1e-4, "the comparison notices other work"
+    assert accuracies_agree == "True"
