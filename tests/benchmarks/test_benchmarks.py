@@ -5,11 +5,12 @@ import json
 
 import pytest
 
+from benchmarks import processes
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.frameworks import CONTENDERS
 from benchmarks.harness import Measurement, Options, append_records, make_table
 
-IN_PROCESS = sorted(set(BENCHMARKS) - {"frameworks", "client-scaling"})  # these two start processes
+IN_PROCESS = sorted(set(BENCHMARKS) - {"frameworks", "client-scaling", "processes"})  # these start processes
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
@@ -22,6 +23,15 @@ def test_it_runs(name):
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_the_program_of_every_framework_exists(name):
     assert importlib.util.find_spec(f"benchmarks.peers.{CONTENDERS[name].module}")
+
+
+def test_one_process_and_several_train_the_same_model(monkeypatch):
+    """The benchmark itself raises an error if their accuracies differ."""
+    monkeypatch.setattr(processes, "find_spec", lambda _: None)  # without peers
+    monkeypatch.setattr(processes, "TINY_FEDERATIONS", {"nine silos": processes.TINY_FEDERATIONS["nine silos"]})
+    ours, serial = processes.run(Options(repeats=1, tiny=True, workers=1))
+    assert (ours.contender, serial.contender) == ("uefl", "uefl, one process")
+    assert ours.values[0] > 0 < serial.values[0]
 
 
 def test_a_record_has_all_values_and_their_environment(tmp_path):
