@@ -26,6 +26,7 @@ BENCHMARKS = {  # name: module with `run(options) -> Iterator[Measurement]`
     "large-network": "benchmarks.large_network",
     "round-cost": "benchmarks.round_cost",
     "seed-stack": "benchmarks.seed_stack",
+    "processes": "benchmarks.processes",
 }
 
 
@@ -36,6 +37,9 @@ def main(
     data: Annotated[
         str, typer.Option(envvar="UEFL_BENCH_DATA", help="mnist5k, mnist, or a safetensors file with x and y.")
     ] = "mnist5k",
+    workers: Annotated[
+        int, typer.Option(min=0, help="Worker processes of every contender in `processes`; 0 means one per core.")
+    ] = 0,
     tiny: Annotated[
         bool,
         typer.Option("--tiny", help="Smoke test at a minimal size; the measurements are not meaningful."),
@@ -53,7 +57,7 @@ def main(
             console.print(f"{known:20} {(import_module(module).__doc__ or '').splitlines()[0]}", highlight=False)
         raise typer.Exit(2 if name else 0)
     torch.set_num_threads(1)  # two threads on two shared cores can be many times slower than one
-    options = Options(device, repeats, tiny, data)
+    options = Options(device, repeats, tiny, data, workers)
     measurements = list(import_module(BENCHMARKS[name]).run(options))
     console.print(make_table(name, measurements))
     if out or not tiny:

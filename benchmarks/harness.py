@@ -31,6 +31,7 @@ class Options(NamedTuple):
     repeats: int = 3
     tiny: bool = False  # a smoke test at a minimal size
     data: str = "mnist5k"  # see digits.py
+    workers: int = 0  # processes of a contender that has several; 0: one per core
 
     @property
     def on_cuda(self) -> bool:

@@ -1,4 +1,7 @@
-"""Flower's simulation with its strategy FedAvg, two Ray workers of one thread each, data cached in every worker."""
+"""Flower's simulation with its strategy FedAvg, Ray workers of one thread each, data cached in every worker.
+
+The third argument is the number of workers, two without it.
+"""
 
 from __future__ import annotations
 
@@ -100,9 +103,10 @@ def run_federation() -> None:
     """Start the simulation."""
     warnings.simplefilter("ignore")
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    num_workers = int(sys.argv[5]) if len(sys.argv) > 5 else 2
     backend: Any = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        "init_args": {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": 40},
+        "init_args": {"num_cpus": num_workers, "include_dashboard": False, "log_to_driver": False, "logging_level": 40},
     }
     run_simulation(server_app, client_app, len(load_cached_workload(sys.argv[1], sys.argv[3]).x), "ray", backend)
 

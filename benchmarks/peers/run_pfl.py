@@ -1,8 +1,12 @@
-"""Apple's pfl-research 0.6, following its examples; its data are tensors in memory too."""
+"""Apple's pfl-research 0.6, following its examples; its data are tensors in memory too.
+
+With several workers, which `torchrun` starts, the first one prints the rounds.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -59,7 +63,8 @@ class RoundReporter(TrainingProcessCallback):
     ) -> tuple[bool, Any]:
         del model
         accuracies = [value.overall_value for name, value in aggregate_metrics if "accuracy" in str(name)]
-        report_round(accuracies[0] if central_iteration else 0.0)  # pfl first evaluates before the first round
+        if os.environ.get("RANK", "0") == "0":
+            report_round(accuracies[0] if central_iteration else 0.0)  # pfl first evaluates before the first round
         return False, Metrics()
 
 

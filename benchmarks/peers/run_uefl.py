@@ -1,6 +1,11 @@
-"""uefl. The network has no dropout here, so one sample gives the prediction."""
+"""uefl. The network has no dropout here, so one sample gives the prediction.
+
+After the final weights, the fifth argument is the engine, `serial` without it, and the sixth its number of workers.
+"""
 
 from __future__ import annotations
+
+import sys
 
 from torch import Tensor
 
@@ -22,11 +27,14 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.core.federation import Examples, ServerState, Silo
 from uefl.core.local import LocalTraining
 from uefl.core.metrics import mean_metric
+from uefl.engines import ENGINES
 from uefl.engines.serial import SerialEngine
 from uefl.models.network import Net
 
 
-def start_federation(workload: Workload) -> tuple[FedAvg, SerialEngine, ServerState]:
+def start_federation(
+    workload: Workload, engine: str = "serial", num_workers: int = 0
+) -> tuple[FedAvg, SerialEngine, ServerState]:
     """Make the method, the clients and the initial server state."""
     tensors = zip(workload.x, workload.y, workload.test_x, workload.test_y)
     empty = Examples(workload.x[0, :0], workload.y[0, :0])
@@ -41,7 +49,8 @@ def start_federation(workload: Workload) -> tuple[FedAvg, SerialEngine, ServerSt
     net = Net(make_encoder(), NUM_CLASSES, (1, 28, 28), hidden_size=HIDDEN, dropout=0.0, feature_norm="none")
     initial = {n: reorder_columns(t, to_tokens=True) for n, t in workload.initial.items()}
     net.load_state_dict(dict(zip(net.state_dict(), initial.values(), strict=True)))
-    clients = SerialEngine(silos, net, seed=SEED, dtype=workload.x.dtype)
+    settings = {"num_workers": num_workers} if engine == "processes" else {}
+    clients: SerialEngine = ENGINES[engine](silos, net, seed=SEED, dtype=workload.x.dtype, **settings)
     return method, clients, method.initialize_server(clients)
 
 
@@ -55,14 +64,15 @@ def reorder_columns(weight: Tensor, *, to_tokens: bool) -> Tensor:
 
 def main() -> None:
     """Run the federation."""
-    workload = parse_arguments()
-    method, clients, server = start_federation(workload)
+    workload, engine = parse_arguments(), sys.argv[5] if len(sys.argv) > 5 else "serial"
+    method, clients, server = start_federation(workload, engine, int(sys.argv[6]) if len(sys.argv) > 6 else 0)
     for _ in range(workload.rounds):
         server = method.step(clients, server)
         # A round's model is evaluated when the next round begins, the last one's at the end.
         records = server.completed_records
         report_round(mean_metric(records[-1]["silos"].values(), "accuracy") if records else 0.0)
     save_weights({n: reorder_columns(t, to_tokens=False) for n, t in server.model_state.items()})
+    clients.release()
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from benchmarks import ten_thousand_clients
+from benchmarks import processes, ten_thousand_clients
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.frameworks import CONTENDERS
 from benchmarks.harness import Measurement, Options, append_records, make_table
 from benchmarks.peers.clients_file import write_clients
 
 # These start processes.
-IN_PROCESS = sorted(set(BENCHMARKS) - {"frameworks", "client-scaling", "ten-thousand-clients"})
+IN_PROCESS = sorted(set(BENCHMARKS) - {"frameworks", "client-scaling", "processes", "ten-thousand-clients"})
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
@@ -35,6 +35,15 @@ def test_our_run_of_many_clients_is_measured(tmp_path):
     outcome = ten_thousand_clients.measure_contender(name, contender, file, 2)
     assert min(outcome[:3]) > 0
     assert 0 < float(outcome.accuracy) < 1
+
+
+def test_one_process_and_several_train_the_same_model(monkeypatch):
+    """The benchmark itself raises an error if their accuracies differ."""
+    monkeypatch.setattr(processes, "find_spec", lambda _: None)  # without peers
+    monkeypatch.setattr(processes, "TINY_FEDERATIONS", {"nine silos": processes.TINY_FEDERATIONS["nine silos"]})
+    ours, serial = processes.run(Options(repeats=1, tiny=True, workers=1))
+    assert (ours.contender, serial.contender) == ("uefl", "uefl, one process")
+    assert ours.values[0] > 0 < serial.values[0]
 
 
 def test_a_record_has_all_values_and_their_environment(tmp_path):

@@ -74,7 +74,10 @@ def pack(value: Any, buffer: SharedBuffer | None = None) -> Parcel:
     pickler.dump(value)
     layouts, num_bytes = [], 0
     for tensor in pickler.tensors:
-        stride = torch.empty_like(tensor, device="meta").stride()  # that of a dense copy
+        is_dense = tensor.is_contiguous() or (
+            tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        )
+        stride = tensor.stride() if is_dense else torch.empty_like(tensor, device="meta").stride()
         layouts.append(TensorLayout(num_bytes, tensor.dtype, tuple(tensor.shape), stride))
         num_bytes += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     if not layouts:
