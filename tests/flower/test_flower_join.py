@@ -156,6 +156,8 @@ def test_mistakes_end_with_one_line_and_exit_code_2(finished):
         ("evaluations", {}, "sent no evaluation"),
         ("domain", "\x1b[31m", "unusual characters"),
         ("silo", "west", "identifies itself"),
+        ("head", "best", "unknown kind of classifier"),
+        ("gate", "\x1b[31m", "unknown kind of classifier or gate"),
     ],
 )
 def test_a_reply_with_impossible_values_is_rejected(field, value, reason):
@@ -165,6 +167,8 @@ def test_a_reply_with_impossible_values_is_rejected(field, value, reason):
         "domain": "east",
         "num_codewords": 3,
         "lr": 0.1,
+        "head": "own",
+        "gate": "run",
         "own_tensors": [],
         "evaluations": dict.fromkeys(("shared", "untrained", "trained"), metrics),
     }
