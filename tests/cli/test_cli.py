@@ -43,6 +43,7 @@ def uefl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     ("arguments", "message"),
     [
         (["run", "ufl"], "'ufl' is neither a method (uefl, fedavg"),
+        (["run", str(Path(__file__).parent)], "for data of your own, write: folder path="),
         (["run", "uefl", "gama=1"], "unknown field 'gama' (did you mean 'gamma'?)"),
         (["run", "uefl", "gamma=x"], "gamma=x is not a number"),
         (["run", "uefl", "num_codewords=1.5"], "num_codewords=1.5 is not a whole number"),

@@ -1,5 +1,7 @@
 """Tests for data that change: the statistics of scipy, Holm's rule, the chance of false alarms, and power."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from scipy.stats import binom, ks_2samp, permutation_test
@@ -92,6 +94,23 @@ def test_false_alarms_are_as_rare_as_the_level_although_features_of_an_image_dep
         alarms += any(found.is_alarm for found in compare(a, b, c, d, seed=seed))
     assert alarms <= binom(repeats, 0.05).ppf(0.999)
     assert alarms > 0
+
+
+@pytest.mark.parametrize("digits", [9, 1], ids=["distinct", "ties"])
+def test_no_pool_raises_more_false_alarms_than_the_level_over_all_its_splits(digits):
+    """All 126 splits of nine images are equally likely for unchanged data: no chance is left in this count."""
+    rng = np.random.default_rng(11)
+    entropy, counts = draw_examples(rng, 9)
+    entropy = entropy.round(digits)
+    splits = [np.isin(np.arange(9), chosen) for chosen in combinations(range(9), 5)]
+    smallest = []
+    for i, own in enumerate(splits):
+        found = compare(entropy[own], entropy[~own], counts[own], counts[~own], seed=i)
+        smallest.append(min(comparison.p_value for comparison in found))
+    for level in (0.05, 0.1, 0.2, 0.4):  # Holm's rule alarms if the smaller p-value is at most half the level
+        alarms = sum(p <= level / 2 for p in smallest)
+        assert alarms <= level * len(splits) + 1  # p-values of drawn permutations are off by at most one split
+    assert sum(p <= 0.2 for p in smallest) > 0
 
 
 def test_each_of_the_two_changes_is_found_by_its_own_statistic():

@@ -56,7 +56,12 @@ def finished(tmp_path_factory):
     run_server_app(grid, make_run_config(**fields))
     run = Path(read_result(root).folder)
     grid.nodes[12] = east
-    return folder, run, grid, make_run_config(**fields, join=run.name, join_silo="east", join_settings="epochs=2")
+    return (
+        folder,
+        run,
+        grid,
+        make_run_config(**fields, join=run.name, join_silo="east", join_settings="epochs=2 head=new"),
+    )
 
 
 def hash_tree(folder: Path) -> dict[str, str]:
@@ -87,7 +92,8 @@ def test_a_new_silo_joins_and_nothing_of_the_others_changes(finished):
     sent = read_payload(reply)
     assert "label" not in json.dumps(sent)
     assert set(sent) <= {
-        *("silo", "domain", "num_examples", "seconds", "num_codewords", "lr", "own_tensors", "evaluations", "versions"),
+        *("silo", "domain", "num_examples", "seconds", "num_codewords", "lr", "head", "gate"),
+        *("own_tensors", "evaluations", "versions"),
     }
 
 
@@ -156,6 +162,8 @@ def test_mistakes_end_with_one_line_and_exit_code_2(finished):
         ("evaluations", {}, "sent no evaluation"),
         ("domain", "\x1b[31m", "unusual characters"),
         ("silo", "west", "identifies itself"),
+        ("head", "best", "unknown kind of classifier"),
+        ("gate", "\x1b[31m", "unknown kind of classifier or gate"),
     ],
 )
 def test_a_reply_with_impossible_values_is_rejected(field, value, reason):
@@ -165,6 +173,8 @@ def test_a_reply_with_impossible_values_is_rejected(field, value, reason):
         "domain": "east",
         "num_codewords": 3,
         "lr": 0.1,
+        "head": "own",
+        "gate": "run",
         "own_tensors": [],
         "evaluations": dict.fromkeys(("shared", "untrained", "trained"), metrics),
     }
@@ -200,7 +210,7 @@ def test_a_newly_registered_silo_joins_a_finished_run_over_tls(tmp_path):
         write_digits(folder / "silos/east/data", SHIFTS["east"], 2, num_images=60)
         processes.register_keys()
         processes.start_node("east")
-        write_run_settings(folder, SETTINGS, join=run.name, join_silo="east", join_settings="epochs=2")
+        write_run_settings(folder, SETTINGS, join=run.name, join_silo="east", join_settings="epochs=2 head=new")
         check_run_config(folder / "coordinator/federation.toml")
         output = "\n".join(processes.stream_run_output())
     result = read_result(folder / "coordinator/runs")

@@ -44,7 +44,7 @@ def join(
     Its own labeled examples choose what is trained: codewords under the shared
     classifier, a classifier too, or a new classifier on features that pass beside
     the codewords. Its test examples choose nothing. PATH is read with the data
-    settings of the run. The result is a new run folder, for `uefl predict --silo`,
+    settings of the run. The result is a new run folder, for `uefl predict`,
     `calibrate`, `watch`, `export`, `show` and `uefl.load`.
 
     \b

@@ -224,12 +224,13 @@ def cross_validate(
 ) -> dict[Trial, float]:
     """Return the mean NLL of every trial over examples that its training did not see."""
     sums = dict.fromkeys(trials, 0.0)
-    for fold in folds:
+    for i, fold in enumerate(folds, 1):
+        activity = f"cross-validation, fold {i} of {len(folds)}"
         newcomers = {plan: make(fold, plan) for plan in dict.fromkeys(trial.plan for trial in trials)}
         starts = {plan: newcomer.start_trials() for plan, newcomer in newcomers.items()}
         for trial in trials:
             newcomer, start = newcomers[trial.plan], starts[trial.plan]
-            own = newcomer.train(start, trial.lr, progress.name(trial)) if trial.lr else start
+            own = newcomer.train(start, trial.lr, progress.name(trial, activity)) if trial.lr else start
             sums[trial] += newcomer.validate(own) * len(fold.validation.y)
     total = sum(len(fold.validation.y) for fold in folds)
     return {trial: value / total for trial, value in sums.items()}
@@ -241,9 +242,9 @@ class Progress:
     def __init__(self, on_progress: OnProgress, total: int) -> None:
         self.on_progress, self.total, self.done = on_progress, total, 0
 
-    def name(self, trial: Trial) -> Callable[[], None]:
-        """Return what an epoch of a trial calls."""
-        activity = f"{trial.plan.describe()}, learning rate {trial.lr:g}"
+    def name(self, trial: Trial, activity: str = "") -> Callable[[], None]:
+        """Return what an epoch of a trial calls; without a name of the activity, it is the trial's."""
+        activity = activity or f"{trial.plan.describe()}, learning rate {trial.lr:g}"
 
         def count() -> None:
             self.done += 1

@@ -6,6 +6,7 @@ Names are checked before anything heavy is imported, so that a typing error is r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from uefl.algorithms import METHODS
@@ -84,6 +85,9 @@ def _parse_names(names: Sequence[str]) -> tuple[list[str], str]:
     """Return methods and data set; without a data set, the embedded one."""
     for name in names:
         if not (name in METHODS or name in SOURCES):
+            if Path(name).exists():
+                kind = "table" if Path(name).suffix == ".csv" else "folder"
+                raise InputError(f"'{name}' is a path; for data of your own, write: {kind} path={name}")
             raise InputError(
                 f"'{name}' is neither a method ({', '.join(METHODS)}), nor a data set ({', '.join(SOURCES)}), "
                 "nor field=value"
