@@ -4,6 +4,9 @@
 a file, names each label that differs and exits with 1 if one does. A hash covers values, not names: the type, shape and
 bytes of each tensor. Every method runs on the serial engine in float32 and float64 with 40 images per silo, then a few
 more settings; the examples of every silo are hashed for every partitioner.
+
+Bits of training depend on the kind of processor: on another kind, every run differs and only the silos are the same.
+There, write the hashes of the earlier commit first (`--out`), and compare with those.
 """
 
 from __future__ import annotations
