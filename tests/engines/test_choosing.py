@@ -21,9 +21,18 @@ class DataDependentLayer(nn.Module):
         return x.flatten(1) if x.mean().item() < 1 else -x.flatten(1)
 
 
-def choose(device: str, *layers: nn.Module, width: int = 4, rounds: int = 5, name: str = "auto", **numbers: int) -> str:
+def choose(
+    device: str,
+    *layers: nn.Module,
+    width: int = 4,
+    rounds: int = 5,
+    name: str = "auto",
+    lazy: bool = False,
+    **numbers: int,
+) -> str:
     encoder = nn.Sequential(nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), *layers)
-    silos = [Silo.from_tensors(f"s{i}", torch.zeros(200, 1, 8, 8), torch.zeros(200).long()) for i in range(4)]
+    x, y = torch.zeros(200, 1, 8, 8), torch.zeros(200).long()
+    silos = [Silo.from_tensors(f"s{i}", x, y, lazy=lazy) for i in range(4)]
     local = LocalTraining(batch_size=64, epochs=20)
     return choose_engine(name, device, Net(encoder, 2, (1, 8, 8)), silos, local, rounds, **numbers)
 
@@ -48,6 +57,7 @@ def test_a_long_run_on_a_cpu_is_spread_over_processes():
 def test_a_run_is_spread_only_over_idle_cores(monkeypatch):
     assert choose("cpu", rounds=1000, clients_per_round=1) == "serial", "a single silo per round"
     assert choose("cpu", rounds=1000, num_workers=1) == "serial", "as the user sets it"
+    assert choose("cpu", rounds=1000, lazy=True) == "serial", "inputs in a file that this process alone has open"
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     assert choose("cpu", rounds=1000) == "serial", "a process of a comparison, whose other runs use the other cores"
     monkeypatch.undo()
