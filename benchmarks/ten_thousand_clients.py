@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+
 from benchmarks.frameworks import ROOT, Contender, ProcessTreeClock, psutil
 from benchmarks.harness import OURS, Measurement, Options, report_missing
 from benchmarks.peers.clients_file import CLIENTS_PER_ROUND, write_clients
@@ -53,11 +55,17 @@ def run(options: Options) -> Iterator[Measurement]:
         for k, file in files.items():
             write_clients(file, k, options.data)
         for _, k, name in itertools.product(range(options.repeats), counts, contenders):
-            outcomes[name, k].append(measure_contender(name, contenders[name], files[k], rounds))
+            try:
+                outcomes[name, k].append(measure_contender(name, contenders[name], files[k], rounds))
+            except RuntimeError as e:  # a peer may not support so many clients; the others are still measured
+                if name.startswith(OURS):
+                    raise
+                Console(stderr=True).print(f"{k} clients: {e}")
     quantities = (("begin of the first round", "s"), ("one later round", "CPU s"), ("peak memory", "MB"))
     for i, (quantity, unit) in enumerate(quantities):
         for k, name in itertools.product(counts, contenders):
-            own = outcomes[name, k]
+            if not (own := outcomes[name, k]):
+                continue
             values = [(o.begin, o.cpu, o.memory)[i] for o in own]
             yield Measurement(name, f"{k} clients: {quantity}", unit, values, f"accuracy {own[-1].accuracy}")
 

@@ -59,9 +59,15 @@ def uefl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         (["run", "--device", "cuda:99"], "device=cuda:99 is not available; available devices: cpu"),
         (["run", "precision=tf32"], "precision=tf32 needs a CUDA device; allowed on cpu: float32, float64"),
         (["run", "--threads", "0"], "threads=0 must be at least 1"),
-        (["run", "--engine", "fast"], "unknown engine 'fast'; known: auto, serial, stacked, compiled, flower"),
+        (
+            ["run", "--engine", "fast"],
+            "unknown engine 'fast'; known: auto, serial, processes, stacked, compiled, flower",
+        ),
         (["run", "centralized", "--engine", "flower"], "centralized cannot run on Flower: it needs all data in one"),
-        (["run", "--engine", "compiled"], "engine=compiled needs a CUDA device; on cpu use auto, serial or stacked"),
+        (
+            ["run", "--engine", "compiled"],
+            "engine=compiled needs a CUDA device; on cpu use auto, serial, processes or stacked",
+        ),
         (["compare", "--seeds", "0,1", "seed=3"], "use either seed=3 or --seeds 0,1, not both"),
         (["list", "everything"], "unknown topic 'everything'; known: methods"),
         (["data", "show", "mnits"], "unknown data set 'mnits'; known: mnist5k"),

@@ -124,7 +124,7 @@ NO_EXAMPLES = Examples(ADA.train.x[:0], ADA.train.y[:0])
             {},
             "silo ada: y has type float64; labels must be integers",
         ),
-        ([ADA], {"engine": "warp"}, "unknown engine 'warp'; known: auto, serial, stacked, compiled"),
+        ([ADA], {"engine": "warp"}, "unknown engine 'warp'; known: auto, serial, processes, stacked, compiled"),
         ([ADA], {"device": "gpu"}, "device=gpu is not available; available devices: cpu"),
     ],
 )

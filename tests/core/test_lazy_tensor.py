@@ -1,5 +1,8 @@
 """Lazy inputs: they read nothing before they are used, and give what a tensor gives."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +97,24 @@ def test_silos_of_a_mapped_file_train_as_silos_in_memory(tmp_path):
     one, other = results
     assert have_equal_bits(one.server.model_state, other.server.model_state)
     assert one.accuracy == other.accuracy
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of a process as Linux gives it")
+def test_pages_of_a_mapped_file_are_given_back(tmp_path):
+    def read_file_memory():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith("RssFile"))) / 1024
+
+    with (tmp_path / "pixels").open("wb") as file:
+        file.write(np.random.default_rng(0).bytes(64 * 2**20))
+    pixels = np.memmap(tmp_path / "pixels", np.uint8, "r", shape=(64, 1, 1024, 1024))
+    before, mapped = read_file_memory(), LazyTensor.from_array(pixels)
+    assert int(pixels.sum(dtype=np.int64)) > 0
+    assert read_file_memory() - before > 50, "the measurement notices pages in memory"
+    sums = [int(mapped[i : i + 8].sum(dtype=torch.int64)) for i in range(0, 64, 8)]
+    assert sum(sums) == int(pixels.sum(dtype=np.int64))
+    mapped[:1]
+    assert read_file_memory() - before < 10
 
 
 def test_a_lazy_value_that_is_not_finite_is_an_input_error_when_it_is_read():

@@ -46,7 +46,7 @@ def test_training_reports_every_record():
 
 
 def test_training_rejects_engines_that_need_an_experiment():
-    with pytest.raises(InputError, match="unknown engine 'flower'; known: auto, serial, stacked, compiled"):
+    with pytest.raises(InputError, match="unknown engine 'flower'; known: auto, serial, processes, stacked, compiled"):
         train(FedAvg(), make_striped_silos(), make_encoder(), num_classes=NUM_CLASSES, engine="flower")
 
 

@@ -73,6 +73,21 @@ def test_the_band_of_one_split_and_of_their_mean_are_those_of_random_splits_of_o
     assert high_mean - low_mean < 0.125 * (high - low) / m * 1.2, "a tenth of the width of one split, roughly"
 
 
+def test_counts_outside_bands_have_the_law_of_the_table_and_too_many_are_seen():
+    silo = {"calibration": 200, "test": 800, "coverage": 181 / 201, "first_inside": True, "share_inside": 0.99}
+    records = [{"method": "uefl", "seed": 0, "splits": 100, "silos": {f"D{i}": dict(silo) for i in range(9)}}]
+    assert calibration.render_bands(records).splitlines()[2].startswith("| uefl | 0 of 9 | 1.00 | 9 of 900 | 0.")
+    records[0]["silos"]["D1"] |= {"share_inside": 0.8, "coverage": 0.88, "first_inside": False, "first_coverage": 0.8}
+    _, first, p_first, _, p_splits, mean_outside, p_mean = (
+        calibration.render_bands(records).splitlines()[2].split(" | ")
+    )
+    assert (first, mean_outside) == ("1 of 9", "1 of 9")
+    assert float(p_first) == pytest.approx(1 - 0.99**9, abs=0.02)
+    assert p_splits == "0.00"
+    assert p_mean == "0.09 |"
+    assert 0.005 < calibration.compute_outside_probability(200, 800) <= 0.01
+
+
 def test_the_page_of_calibration_is_made_from_records_alone(trained, tmp_path):
     models, pools = trained["uefl"]
     silos = calibration.measure_method(models, pools, 30, 0, 5, "cpu")
@@ -121,9 +136,15 @@ def test_the_pages_are_those_of_the_records(study):
 @pytest.mark.records
 def test_recorded_coverage_is_within_one_point_and_alarms_on_unchanged_images_are_rare():
     """The targets of the studies. Bands have a probability of 99 % each, so that a few silos may be outside."""
-    for record in read_records(ROOT / calibration.RECORDS):
+    records = read_records(ROOT / calibration.RECORDS)
+    for record in records:
         coverages = [silo["coverage"] for silo in record["silos"].values()]
         assert abs(np.mean(coverages) - calibration.COVERAGE) <= calibration.MAX_DEVIATION, record["method"]
+    for data in ("digits", "mnist"):
+        table = calibration.render_bands([record for record in records if record["data"] == data]).splitlines()[2:]
+        assert len(table) == len(after_training.METHODS)
+        for line in table:  # no count refutes the coverage
+            assert min(float(cell.strip(" |")) for cell in line.split(" | ")[2::2]) >= 0.01, line
     rows = [row for record in read_records(ROOT / drift.RECORDS) for row in record["rows"]]
     for test in drift.TESTS:
         assert drift.is_within_chance(*drift.sum_alarms(rows, test=test, change=drift.UNCHANGED)), test

@@ -163,6 +163,8 @@ class ProcessEngine(SerialEngine):
             self._broadcast = pack(work, self._broadcast and self._broadcast.buffer)
         except (pickle.PicklingError, AttributeError, TypeError) as e:
             raise CannotSpreadError(explain_pickling_error(describe_error(e))) from None
+        if any(b"__main__" in parcel.pickled for parcel in (self._data, self._broadcast)):
+            raise CannotSpreadError(explain_pickling_error("not the script that is running"))
 
     def _exchange(self, schedule: Schedule, *, block: bool) -> None:
         """Give tasks to idle workers, then take what workers have sent."""
