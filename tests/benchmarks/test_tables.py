@@ -1,8 +1,6 @@
 """Tables of the benchmarks follow from the last records, and the text quotes no ratio that they do not have."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -77,28 +75,3 @@ def test_every_record_is_shown():
         for kind in ("cpu", "gpu"):
             name = "trees" if path.stem == "trees" else f"{path.stem} {kind}"
             assert f"<!-- table {name} -->" in page or not read_last_run(path.stem, kind)
-
-
-PROGRAM = """
-import sys
-from pathlib import Path
-from benchmarks.digits import load_digits, make_silos
-from benchmarks.frameworks import CONTENDERS, compare_weights, run_contender
-from benchmarks.peers.workload import save_silos
-
-file = Path(sys.argv[1]) / "silos.safetensors"
-save_silos(make_silos(load_digits(), 2, 40, 8), file)
-ours, other = (run_contender(n, CONTENDERS[n], file, 2, "float64") for n in ("uefl", "PyTorch loop"))
-shorter = run_contender("PyTorch loop", CONTENDERS["PyTorch loop"], file, 1, "float64")
-print(compare_weights(other.weights, ours.weights), compare_weights(shorter.weights, ours.weights))
-print(ours.accuracy == other.accuracy)
-"""
-
-
-def test_a_loop_without_framework_does_the_same_work(tmp_path):
-    pytest.importorskip("psutil")
-    process = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=True)
-    same, shorter, accuracies_agree = process.stdout.split()
-    assert float(same) < 1e-12
-    assert float(shorter) > 1e-4, "the comparison notices other work"
-    assert accuracies_agree == "True"

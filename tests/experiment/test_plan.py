@@ -1,14 +1,16 @@
 """The plan of a run: its counts, and a time that is measured, not guessed."""
 
 import time
+from dataclasses import replace
 
+import pytest
 import torch
 from harness import LOCAL, MLP_MODEL, SHORT_RUN, build_model, make_pattern_silos
 from torch import nn
 
 from uefl.algorithms.fedavg import FedAvg
 from uefl.experiment.chance import compute_chance_accuracy
-from uefl.experiment.plan import make_plan
+from uefl.experiment.plan import count_steps, make_plan
 
 METHOD = FedAvg(**SHORT_RUN)
 
@@ -38,6 +40,14 @@ def test_the_estimate_grows_with_the_time_of_a_step() -> None:
     plan = make_plan(METHOD, net, silos, "cpu")
     training_steps = METHOD.total_rounds * LOCAL.epochs * (24 + 33) / LOCAL.batch_size
     assert plan.seconds > 0.02 * training_steps
+
+
+def test_the_estimate_counts_only_silos_that_take_part_or_measure() -> None:
+    """Of four equal silos, one trains and one measures: a quarter of all steps."""
+    silos = make_pattern_silos((24, 24, 24, 24))
+    few = replace(METHOD, clients_per_round=1, eval_clients=1)
+    assert count_steps(few, silos) == pytest.approx(count_steps(METHOD, silos) / 4)
+    assert count_steps(replace(METHOD, eval_clients=9), silos) == count_steps(METHOD, silos)
 
 
 def test_chance_is_the_accuracy_of_the_most_common_class() -> None:

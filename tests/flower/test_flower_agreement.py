@@ -49,6 +49,15 @@ def test_three_rounds_and_an_extension_agree(name, tmp_path):
         assert flower.access.shape[1] > 8, "the codebook was not extended"
 
 
+def test_a_sample_of_lazy_silos_measures_alike(tmp_path):
+    experiment = make_experiment("fedavg", clients_per_round=2, eval_clients=1)
+    experiment = replace(experiment, data=replace(experiment.data, lazy=True))
+    serial, serial_records, flower, flower_records = run_both_engines(experiment, tmp_path)
+    assert max_difference(serial, flower) < 1e-9
+    assert [drop_seconds(r) for r in serial_records] == [drop_seconds(r) for r in flower_records]
+    assert [(r["num_evaluated"], r["num_silos"]) for r in flower_records] == [(1, 3)] * 3
+
+
 @pytest.mark.parametrize("extend", [extend for extend in get_args(Extend) if extend != "uncertain"])
 def test_every_choice_of_receivers_agrees_over_three_iterations(extend, tmp_path):
     """From the second decision on, silos also evaluate the model without their own codewords."""

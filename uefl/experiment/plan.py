@@ -36,18 +36,21 @@ def make_plan(method: FedAvg, net: nn.Module, silos: Sequence[Silo], device: str
     num_parameters = sum(parameter.numel() for parameter in net.parameters())
     num_at_once = method.clients_per_round or len(silos)
     share = -(-num_at_once // num_parallel) / num_at_once  # of the silos that one process has to run
-    seconds = _measure_step(method, net, silos, device) * _count_steps(method, silos) * share
+    seconds = _measure_step(method, net, silos, device) * count_steps(method, silos) * share
     size = method.codebook_hooks.choose_size(net, [len(silo.train.y) for silo in silos])
     return RunPlan(num_images, len(silos), num_parameters, method.total_rounds, seconds, size)
 
 
-def _count_steps(method: FedAvg, silos: Sequence[Silo]) -> float:
+def count_steps(method: FedAvg, silos: Sequence[Silo]) -> float:
     """Return the training steps of a run, with evaluations counted as a part of a step."""
     trained = sum(len(silo.train.y) for silo in silos) * method.local.epochs
     splits = (*method.eval_splits, *method.local_eval_splits)
     evaluated = sum(len(silo.examples(split).y) for silo in silos for split in splits)
-    share = method.clients_per_round / len(silos) if method.clients_per_round else 1.0
-    return method.total_rounds * (trained * share + evaluated * _FORWARD_SHARE) / method.local.batch_size
+    trained_share, evaluated_share = (
+        min(count / len(silos), 1.0) if count else 1.0 for count in (method.clients_per_round, method.eval_clients)
+    )
+    examples = trained * trained_share + evaluated * evaluated_share * _FORWARD_SHARE
+    return method.total_rounds * examples / method.local.batch_size
 
 
 def _measure_step(method: FedAvg, net: nn.Module, silos: Sequence[Silo], device: str) -> float:

@@ -1,0 +1,97 @@
+"""The contenders of `frameworks` do the same work: from the same weights and batches, to the same weights."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import import_or_skip
+from safetensors.torch import load_file
+
+from benchmarks.digits import load_digits, make_silos
+from benchmarks.frameworks import compare_weights
+from benchmarks.peers import run_uefl
+from benchmarks.peers.workload import draw_order, load_workload, save_silos
+
+NUM_ROUNDS = 2
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("work") / "silos.safetensors"
+    save_silos(make_silos(load_digits(), 2, 40, 8), path)
+    return path
+
+
+def set_arguments(monkeypatch, file, precision):
+    out = file.with_name("weights.safetensors")
+    monkeypatch.setattr(sys, "argv", ["program", str(file), str(NUM_ROUNDS), precision, str(out)])
+    return lambda: [tensor.clone() for _, tensor in sorted(load_file(out).items())]
+
+
+def run_ours(monkeypatch, file, precision="float64"):
+    read_weights = set_arguments(monkeypatch, file, precision)
+    run_uefl.main()
+    return read_weights()
+
+
+@pytest.fixture
+def ours(monkeypatch, file):
+    return run_ours(monkeypatch, file)
+
+
+def test_our_weights_are_those_of_a_plain_loop(monkeypatch, file, ours):
+    from benchmarks.peers import run_pytorch
+
+    read_weights = set_arguments(monkeypatch, file, "float64")
+    run_pytorch.main()
+    assert compare_weights(read_weights(), ours) < 1e-12
+    monkeypatch.setattr(run_pytorch, "draw_order", lambda silo, _round, n: draw_order(silo, 9, n))
+    run_pytorch.main()
+    assert compare_weights(read_weights(), ours) > 1e-4, "other batches are noticed"
+
+
+def test_our_weights_are_those_of_pfl_up_to_its_float32_updates(monkeypatch, file, ours):
+    import_or_skip("pfl")
+    from benchmarks.peers import run_pfl
+
+    read_weights = set_arguments(monkeypatch, file, "float64")
+    run_pfl.main()
+    assert 0 < compare_weights(read_weights(), ours) < 1e-6
+
+
+class PlainGrid:
+    """The part of Flower's `Grid` that a strategy uses; it calls the client app in this process, without Ray."""
+
+    def __init__(self, app, num_nodes):
+        self.app, self.num_nodes = app, num_nodes
+
+    def get_node_ids(self):
+        return range(1, self.num_nodes + 1)
+
+    def send_and_receive(self, messages, *, timeout=None):
+        del timeout
+        return [self.answer(message) for message in messages]
+
+    def answer(self, message):
+        context = SimpleNamespace(node_config={"partition-id": message.metadata.dst_node_id - 1})
+        task = self.app.fit if message.metadata.message_type == "train" else self.app.evaluate
+        return task(message, context)
+
+
+def test_our_weights_are_those_of_flower(monkeypatch, file, ours):
+    import_or_skip("flwr.supercore.task_identity")
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from benchmarks.peers import run_flower
+
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1  # the sender of messages
+    read_weights = set_arguments(monkeypatch, file, "float64")
+    run_flower.main(PlainGrid(run_flower, len(load_workload(str(file)).x)), None)
+    assert compare_weights(read_weights(), ours) < 1e-12
+
+
+def test_a_lower_precision_is_noticed(monkeypatch, file, ours):
+    single = run_ours(monkeypatch, file, "float32")
+    assert single[0].dtype == torch.float32
+    assert 1e-9 < compare_weights(single, ours) < 1e-2
