@@ -32,7 +32,7 @@ test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 -m "not real and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not real and not gpu"
 
 test-real: .venv/ready
 	$(BIN)/python -m pytest -m "real or gpu" -ra

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -27,8 +28,14 @@ def train_run(folder: Path, *settings: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def calibratable(tmp_path_factory) -> Path:
+def trained(tmp_path_factory) -> Path:
     return train_run(tmp_path_factory.mktemp("digits"), "fedavg", "mnist5k", *SMALL, "calibration_fraction=0.25")
+
+
+@pytest.fixture
+def calibratable(trained, tmp_path_factory) -> Path:
+    """A copy of the run, so that tests do not see each other's calibration."""
+    return shutil.copytree(trained, tmp_path_factory.mktemp("run") / trained.name)
 
 
 @pytest.fixture(scope="module")

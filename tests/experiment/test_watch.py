@@ -86,6 +86,12 @@ def test_a_picture_is_never_overwritten(models, tmp_path):
     assert [path.name for path in paths] == ["watch-D1-1.png", "watch-D1-1-2.png", "watch-D1-1-3.png"]
 
 
+def test_a_picture_is_drawn_without_a_search_for_the_best_place_of_a_legend(models, tmp_path, monkeypatch):
+    """On a busy machine matplotlib warns that the search is slow."""
+    monkeypatch.setattr("matplotlib.legend.Legend._find_best_position", None)
+    draw_watch(watch(models, make_pattern_examples(60, 1000).x), tmp_path / "a.png")
+
+
 def test_what_cannot_be_tested_is_one_line(models):
     with pytest.raises(InputError, match=r"^9 inputs are too few to tell a change from chance; 10 are needed$"):
         watch(models, make_pattern_examples(9, 0).x)

@@ -122,8 +122,8 @@ def draw_watch(report: WatchReport, path: Path) -> Path:
         axes[1].set_xticks(np.arange(len(chosen)) + 0.2, [str(c) for c in chosen])
         axes[1].set_xlabel("codewords with the largest differences")
         axes[1].set_ylabel("share of features")
-    for plot in axes:
-        plot.legend()
+    for plot, place in zip(axes, ("lower right", "upper right")):  # a search for the best place can take seconds
+        plot.legend(loc=place)
         plot.grid(alpha=0.3)
     figure.suptitle(f"silo {report.silo_name}: {'ALARM' if report.is_alarm else 'no alarm'}")
     return save_new_file(figure, path)
