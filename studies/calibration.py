@@ -248,7 +248,7 @@ def compute_outside_probability(n: int, m: int) -> float:
 def is_mean_inside(silo: dict[str, Any], splits: int, probability: float) -> bool:
     """Return whether a silo's mean coverage is inside the band of the mean."""
     low, high = compute_mean_band(silo["calibration"], silo["test"], splits, probability)
-    return low <= float(silo["coverage"]) <= high
+    return bool(low <= silo["coverage"] <= high)
 
 
 def describe_bands(records: Sequence[dict[str, Any]]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 RECORDS, PAGE = Path("results/joining.jsonl"), Path("docs/joining-study.md")
+DEFAULT, PARTS = "join", ("join, own codewords", "join, own head")
 COUNTS = (25, 50, 100, 500, 2000)  # labeled examples; as many as there are
 WAYS = {
     "shared model": "UEFL of the other silos, nothing trained",
@@ -92,33 +94,37 @@ def render_page(records: list[dict[str, Any]]) -> str:
     ]
     for setup, dataset in sorted({(r["setup"], r["dataset"]) for r in records}):
         of_setup = [r for r in records if (r["setup"], r["dataset"]) == (setup, dataset)]
-        seeds, silos = (sorted({r[name] for r in of_setup}) for name in ("seed", "silo"))
-        newcomers = f"{len(silos)} silos in turn: {', '.join(silos)}" if len(silos) > 1 else f"silo {silos[0]}"
-        columns = list(list_columns(of_setup))
-        early = [name for name in columns if name in ("25", "50", "100")]
-        late = "500" if "500" in columns else "all"
-        lines += [
-            "",
-            f"## {setup.title()}, {dataset}",
-            "",
-            f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} ({', '.join(map(str, seeds))}); {newcomers}.",
-            "",
-            "Accuracy by labeled examples:",
-            "",
-            make_table(of_setup, "accuracy"),
-            "",
-            "NLL by labeled examples:",
-            "",
-            make_table(of_setup, "nll"),
-            "",
-            "Targets, set before the measurement. Joining ahead of local-only with at most 100 labels: "
-            + "; ".join(compare_ways(of_setup, "join", "local-only", name) for name in early)
-            + ". With a head of its own: "
-            + "; ".join(compare_ways(of_setup, "join, own head", "local-only", name) for name in early)
-            + f". Joining within 1 point of having been there, at {late}: "
-            + compare_ways(of_setup, "join", "from the start", late)
-            + "; with a head of its own, "
-            + compare_ways(of_setup, "join, own head", "from the start", late)
-            + ".",
-        ]
+        with_default = {r["seed"] for r in of_setup if r["way"] == DEFAULT}
+        title = f"{setup.title()}, {dataset}"
+        for own, heading, ways in (
+            ([r for r in of_setup if r["seed"] in with_default], title, (DEFAULT,)),
+            ([r for r in of_setup if r["seed"] not in with_default], f"{title}: single parts, other seeds", PARTS),
+        ):
+            lines += render_setup(own, heading, ways) if own else []
     return "\n".join(lines) + "\n"
+
+
+def render_setup(records: list[dict[str, Any]], heading: str, joins: tuple[str, ...]) -> list[str]:
+    """Render the tables of some seeds, and how some ways to join compare with the targets."""
+    seeds, silos = (sorted({r[name] for r in records}) for name in ("seed", "silo"))
+    newcomers = f"{len(silos)} silos in turn: {', '.join(silos)}" if len(silos) > 1 else f"silo {silos[0]}"
+    columns = list(list_columns(records))
+    early = [name for name in columns if name in ("25", "50", "100")]
+    late = "500" if "500" in columns else "all"
+    lines = [
+        *("", f"## {heading}", ""),
+        f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} ({', '.join(map(str, seeds))}); {newcomers}.",
+        *("", "Accuracy by labeled examples:", "", make_table(records, "accuracy")),
+        *("", "NLL by labeled examples:", "", make_table(records, "nll"), ""),
+    ]
+    for way in joins:
+        ahead = "; ".join(compare_ways(records, way, "local-only", name) for name in early)
+        lines.append(
+            f"Targets, set before the measurement, for **{way}**. Ahead of local-only with at most 100 labels: "
+            f"{ahead}. Within 1 point of having been there: {compare_ways(records, way, 'from the start', late)}."
+        )
+    if chosen := Counter(r["head"] for r in records if r["way"] == DEFAULT):
+        listed = ", ".join(f"{head} {count}" for head, count in sorted(chosen.items()))
+        lines += ["", f"Classifiers that were chosen: {listed}."]
+    commands = dict.fromkeys(f"`{r['command']}`" for r in records)
+    return [*lines, "", f"Commands: {', '.join(commands)}."]

@@ -346,7 +346,8 @@ def fit_probe(models: SiloModels, silo: Silo, num_classes: int) -> Metrics:
         return p
 
     def validate(strength: float) -> float:
-        return float(compute_scores(predict(strength, validation_x), silo.validation.y.numpy())["nll"])
+        nll: float = compute_scores(predict(strength, validation_x), silo.validation.y.numpy())["nll"]
+        return nll
 
     best = min(strengths, key=validate) if len(strengths) > 1 else strengths[0]
     return compute_scores(predict(best, test_x), silo.test.y.numpy())

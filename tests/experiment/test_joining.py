@@ -163,6 +163,15 @@ def test_many_validation_examples_decide_themselves(result) -> None:
     }
 
 
+def test_an_untrained_new_classifier_is_never_chosen(result) -> None:
+    """Its answers are random, but uniform ones have a lower NLL than overconfident wrong ones."""
+    y = torch.arange(len(NEWCOMER.train.y)) % NUM_CLASSES
+    noise = replace(NEWCOMER, train=NEWCOMER.train._replace(y=y[torch.randperm(len(y))]))
+    joined = result.join(noise, epochs=3, lr=(0.05,))
+    assert {trial.plan.head for trial in joined.nll if trial.lr == 0} == {"shared", "own"}
+    assert joined.trial.lr or joined.trial.plan.keeps_shared_values
+
+
 def test_few_examples_choose_nothing_and_get_a_classifier_of_their_own(result) -> None:
     joined = result.join(FEW, epochs=1)
     assert joined.trial == Trial(PartsPlan("own", "run"), result.models.method.local.lr)

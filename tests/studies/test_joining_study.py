@@ -79,7 +79,7 @@ def test_a_run_writes_every_way_once_and_the_page_has_them(tmp_path: Path, monke
     joining.page(records_path=out, out=tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert all(f"| {way} |" in text for way in ways)
-    assert "Joining ahead of local-only" in text
+    assert "for **join**. Ahead of local-only" in text
 
 
 def test_stacks_and_parallel_processes_measure_what_single_tasks_measure(tmp_path: Path, monkeypatch) -> None:

@@ -161,9 +161,10 @@ def choose_trial(
     """Train every plan with every learning rate, and return the trial with the lowest NLL on examples left out."""
     starts = {plan: newcomer.start_trials() for plan, newcomer in newcomers.items()}
     trials = [Trial(plan, lr) for plan, newcomer in newcomers.items() for lr in newcomer.list_rates(starts[plan])]
-    untrained = [Trial(plan, 0.0) for plan in newcomers]
     if not trials:
-        return Choice(untrained[0], starts[untrained[0].plan], {}, 1)
+        plan = next(iter(newcomers))
+        return Choice(Trial(plan, 0.0), starts[plan], {}, 1)
+    untrained = [Trial(plan, 0.0) for plan in newcomers if plan.keeps_shared_values]  # others would answer at random
     one = next(iter(newcomers.values()))
     epochs, folds = one.settings.epochs, list(iterate_folds(silo, one.models.description.seed))
     can_choose = bool(folds) or len(silo.validation.y) >= MIN_CHOICE_EXAMPLES
@@ -179,6 +180,7 @@ def choose_trial(
         trained |= {t: starts[t.plan] for t in untrained}
         nll = {t: newcomers[t.plan].validate(trained[t]) for t in (*untrained, *trials)}
         best = _find_best(nll)
+        _require_finite(trained[best], best.lr)
         return Choice(best, trained[best], nll, 1)
     nll = cross_validate([*untrained, *trials], folds, make, progress)
     best = _find_best(nll)
