@@ -311,6 +311,7 @@ def test_size_by_the_rule_stays_when_numbers_of_examples_change():
     assert server.access.shape[1] == 16
     clients.silos = {n: replace(s, train=Examples(*(t.repeat(90, *[1] * (t.dim() - 1)) for t in s.train)))
                      for n, s in clients.silos.items()}  # fmt: skip
+    clients.num_examples = {n: len(s.train.y) for n, s in clients.silos.items()}
     assert method.codebook.choose_size(clients.net, clients.num_examples.values()).num_codewords > 256
     extended = method.codebook.extend_codebook(method, clients, server, ("ada", "bob"))
     assert extended.access.shape[1] == 16 + 2 * 16

@@ -22,7 +22,8 @@ def make_setup(method):
     names = {change.partition("=")[0] for change in changes}
     digits = after_training.SETUPS["digits"]
     kept = [s for s in digits.settings if s.partition("=")[0] not in names]
-    return digits._replace(settings=(*kept, *changes), calibration_size=30)
+    codebook = tuple(s for s in digits.codebook if s.partition("=")[0] not in names)
+    return digits._replace(settings=(*kept, *changes), calibration_size=30, codebook=codebook)
 
 
 @pytest.fixture(scope="module")
