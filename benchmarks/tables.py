@@ -101,6 +101,8 @@ def _list_tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "trees", trees_table.render_table
     times = {"one later round": "CPU s per round", "whole run": "CPU s per run of six rounds"}
     yield "frameworks summary", partial(render_columns, "frameworks", "cpu", times, "system")
+    walls = {f"{name}: one later": f"s per round, {name}" for name in ("nine silos", "100 clients")}
+    yield "processes summary", partial(render_columns, "processes", "cpu", walls, "system")
     for benchmark in ("many-clients", "large-network"):
         rounds = {"a whole round": "s per round"}
         yield f"{benchmark} summary", partial(render_columns, benchmark, "gpu", rounds, "system")
