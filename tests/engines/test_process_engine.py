@@ -145,7 +145,7 @@ def test_progress_is_that_of_the_serial_engine(pool: WorkerPool) -> None:
 
 
 def test_replies_left_behind_change_nothing(pool: WorkerPool) -> None:
-    """The serial engine trains no silo whose reply nobody takes, so its client state must not change either."""
+    """The serial engine trains no silo whose reply is never read, so its client state must not change either."""
     method = make_law_method("scaffold")
     runs = []
     for engine in (SerialEngine, partial(ProcessEngine, pool=pool)):

@@ -256,7 +256,7 @@ class Progress:
 
 
 def _choose_unseen(trials: list[Trial], newcomers: Mapping[PartsPlan, Newcomer]) -> Trial:
-    """Return the trial of a silo with too few examples to choose: an own classifier at the rate of the run."""
+    """Return the trial of a silo with too few examples to choose: a classifier of its own, at the rate of the run."""
     plan = next((plan for plan in newcomers if plan.head == "own"), trials[0].plan)
     of_plan = [trial for trial in trials if trial.plan == plan] or trials
     newcomer = newcomers[of_plan[0].plan]
