@@ -165,6 +165,8 @@ def test_a_table_takes_cells_with_missing_ones_and_an_ensemble_its_members(tmp_p
     assert "largest difference" in answer.stdout
     outputs = torch.export.load(tmp_path / "heart.pt2").module()(torch.full((2, 13), torch.nan, dtype=torch.float64))
     assert all(bool(output.isfinite().all()) for output in outputs)
+    mistake = call_with_mistake("export", str(run), "--silo", "Cleveland", str(tmp_path / "heart.pt2"))
+    assert mistake.endswith("heart.pt2 exists; choose another file")
 
 
 def test_a_file_that_disagrees_is_not_left_behind(models, tmp_path, monkeypatch) -> None:

@@ -44,13 +44,14 @@ def export(
 
     import torch
 
-    from uefl.experiment.export_files import export_model
+    from uefl.experiment.export_files import check_export_path, export_model
     from uefl.experiment.loading import find_model_file, open_models
 
     torch.set_num_threads(threads)
     models = open_models(run)
     if silo:
         models.check_silo(silo)
+    check_export_path(path)
     typer.echo("exporting …", err=True)
     result = export_model(models, silo, path, run_name=find_model_file(run).resolve().parent.name, mc_samples=samples)
     shape = ", ".join(map(str, result.input.shape))

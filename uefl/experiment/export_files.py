@@ -46,10 +46,8 @@ class ExportResult(NamedTuple):
     check: ExportCheck
 
 
-def export_model(
-    models: SiloModels, silo_name: str, path: Path, *, run_name: str = "", mc_samples: int | None = None
-) -> ExportResult:
-    """Write the model of a silo, or without a name the one that all share; an existing file is never overwritten."""
+def check_export_path(path: Path) -> None:
+    """Check that a file can be written here, and that the packages for its format are installed."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path} must end in {' or '.join(SUFFIXES)}")
     if path.exists():
@@ -57,6 +55,13 @@ def export_model(
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: {path.parent} is not a folder")
     require_packages(path.suffix)
+
+
+def export_model(
+    models: SiloModels, silo_name: str, path: Path, *, run_name: str = "", mc_samples: int | None = None
+) -> ExportResult:
+    """Write the model of a silo, or without a name the one that all share; an existing file is never overwritten."""
+    check_export_path(path)
     silo_name = silo_name or models.description.owner
     model = models.build(silo_name)
     network = ExportedNetwork(model, mc_samples)
