@@ -16,6 +16,7 @@ from studies.rivals.trials import (
     NO_NORM,
     NORM_TRIALS,
     SEEDS,
+    TRIAL_SEEDS,
     UEFL,
     Row,
     Schedule,
@@ -57,10 +58,13 @@ PRETRAINED_ROWS: Mapping[str, Row] = {
 }
 PRETRAINED: dict[str, Any] = {
     "local": LocalTraining(optimizer="adam", batch_size=64, epochs=2, eval_batch_size=512),
-    "rounds": {"rounds": 8, "extra_rounds": 4, "iterations": 3, "evaluate_local": False, "evaluate_every": 1000},
-    "schedules": list_schedules(3e-5, 1e-4, 3e-4),
+    "rounds": {"rounds": 6, "extra_rounds": 3, "iterations": 3, "evaluate_local": False, "evaluate_every": 1000},
+    "schedules": (*list_schedules(3e-5, 1e-4, 3e-4)[3:], Schedule(schedule="constant", lr=1e-4)),
     "rows": PRETRAINED_ROWS,
     "seeds": SEEDS[:5],
+    "trial_seeds": TRIAL_SEEDS[:1],  # these networks are large
+    "receivers": (),
+    "precision": "bf16",
 }
 VGG16 = ModelConfig(encoder="vgg16", hidden_size=512, pretrained_weights=VGG16_WEIGHTS)
 RESNET18 = ModelConfig(encoder="resnet18", hidden_size=512, pretrained_weights=RESNET18_WEIGHTS, frozen_batch_norm=True)

@@ -1,4 +1,4 @@
-"""Further tables of docs/rivals.md: what each method costs, and UEFL with codewords for other silos."""
+"""Further tables of docs/rivals.md: AUROC of every silo, what each method costs, and codewords for other silos."""
 
 from __future__ import annotations
 
@@ -25,7 +25,37 @@ from studies.rivals.tables import (
     identify_run,
     mean_over_silos,
 )
-from studies.rivals.trials import FEDAVG, UEFL
+from studies.rivals.trials import FEDAVG, UEFL, Setup
+
+SMALL_SILO = "Switzerland"  # a hospital that has few patients without heart disease
+
+
+def render_aurocs(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:
+    """Render the AUROC of every silo with its 95 % interval over folds, and UEFL's gain over FedAvg there."""
+    compare = get_comparison(setup)
+
+    def collect(method: str, silo: str) -> dict[Part, float]:
+        return {p: r["silos"][silo]["auroc"] for p, r in rows[method].items() if "auroc" in r["silos"][silo]}
+
+    silos = [name for name in next(iter(rows[UEFL].values()))["silos"] if len(collect(UEFL, name)) > 1]
+    if not silos:
+        return ""
+    lines = [["AUROC by silo", *silos]]
+    for method in rows:
+        values = [list(collect(method, silo).values()) for silo in silos]
+        means = [compare(v, [0.0] * len(v)) for v in values]
+        lines.append([method, *(f"{m.mean:.3f} [{m.low:.3f}, {min(m.high, 1.0):.3f}]" for m in means)])
+    pairs = [(collect(UEFL, silo), collect(FEDAVG, silo)) for silo in silos]
+    gains = [compare([own[p] for p in own], [theirs[p] for p in own]) for own, theirs in pairs]
+    lines.append(["UEFL − FedAvg", *(f"{g.mean:+.3f} [{g.low:+.3f}, {g.high:+.3f}]" for g in gains)])
+    note = ""
+    if SMALL_SILO in silos:
+        count = len(collect(UEFL, SMALL_SILO))
+        note = (
+            f"\n\n{SMALL_SILO} has 8 patients without heart disease, and some folds have none of them ({count} of "
+            f"{len(rows[UEFL])} folds count): its AUROC is reported, not judged."
+        )
+    return format_table(lines) + note
 
 
 def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times: Sequence[RunRecord]) -> str:

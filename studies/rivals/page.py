@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from studies.methods.runner import RunRecord
-from studies.rivals.further_tables import render_costs, render_receivers
+from studies.rivals.further_tables import SMALL_SILO, render_aurocs, render_costs, render_receivers
 from studies.rivals.runner import Choice, Files, get_choice, list_final_runs, list_trials, read_frozen
 from studies.rivals.setups import SETUPS
 from studies.rivals.statistics import adjust_holm
@@ -32,7 +32,6 @@ from studies.rivals.trials import FEDAVG, UEFL, Schedule, Setup
 from uefl.experiment.records import read_records
 
 NOTES = Path(__file__).with_name("notes.md")
-SMALL_SILO = "Switzerland"  # a hospital that has few patients without heart disease
 
 
 def render_page(files: Files) -> str:
@@ -44,7 +43,8 @@ def render_page(files: Files) -> str:
         if rows := find_rows(name, frozen, trials, results):
             tables[name] = rows
             parts += [f"## {setup.title}", describe_choice(name, frozen), render_table(setup, rows)]
-            parts += [render_domains(setup, rows), render_costs(name, rows, read_records(files.times))]
+            parts += [render_domains(setup, rows), render_aurocs(setup, rows)]
+            parts += [render_costs(name, rows, read_records(files.times))]
             parts += [render_receivers(name, get_choice(name, files), trials, results)]
         elif scores := find_trial_scores(name, trials):
             parts += [f"## {setup.title}: trials only", describe_trials(scores)]

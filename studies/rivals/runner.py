@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
 from studies.rivals.setups import SETUPS
-from studies.rivals.trials import FEDAVG, RECEIVERS, SEARCH_SEEDS, TRIAL_SEEDS, UEFL, Schedule, Setup
+from studies.rivals.trials import FEDAVG, SEARCH_SEEDS, UEFL, Schedule, Setup
 from uefl.core.errors import InputError
 from uefl.experiment.records import read_records
 
@@ -46,7 +46,7 @@ def list_schedule_search(name: str) -> list[StudyRun]:
     return [
         make_run(name, FEDAVG, 0, schedule, seed, row=f"{SEARCH}: {schedule}")
         for schedule in setup.schedules
-        for seed in TRIAL_SEEDS
+        for seed in setup.trial_seeds
     ]
 
 
@@ -89,7 +89,7 @@ def list_trial_parts(setup: Setup) -> list[tuple[int, int]]:
     """Return seeds and folds of the trials: with folds, trials are chosen again inside each, so all are run."""
     if setup.folds:
         return [(seed, fold) for seed in setup.seeds for fold in range(1, setup.folds + 1)]
-    return [(seed, 0) for seed in TRIAL_SEEDS]
+    return [(seed, 0) for seed in setup.trial_seeds]
 
 
 def mean_validation_nll(runs: Sequence[StudyRun], run_records: Sequence[RunRecord]) -> float:
@@ -191,7 +191,7 @@ def list_receiver_runs(name: str, choice: Choice) -> list[StudyRun]:
     trial = setup.rows[UEFL].trials[choice.trials[UEFL]]
     codebook = trial.method["codebook"]
     runs = []
-    for extend in RECEIVERS:
+    for extend in setup.receivers:
         if extend != codebook.extend:
             changed = replace(trial, method={**trial.method, "codebook": replace(codebook, extend=extend)})
             runs += [

@@ -14,7 +14,7 @@ from uefl.algorithms import METHODS
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.core.local import LocalTraining
 from uefl.data.config import DataConfig
-from uefl.experiment.experiment import Experiment
+from uefl.experiment.experiment import Experiment, Precision
 from uefl.models.model_config import ModelConfig
 
 FEDAVG, UEFL = "FedAvg", "UEFL"
@@ -70,6 +70,9 @@ class Setup:
     trials_of: str = ""  # another setup whose trials were chosen already, with the same data set
     folds: int = 0  # parts of a cross-validation; 0: a test set
     seeds: Sequence[int] = SEEDS  # of the table
+    trial_seeds: Sequence[int] = TRIAL_SEEDS
+    receivers: Sequence[str] = RECEIVERS  # of codewords, compared after the table
+    precision: Precision = "auto"
     receiver_trial: int = 0  # with folds: the trial of UEFL whose receivers of codewords are exchanged
 
     def make_experiment(self, row: str, trial: Trial, schedule: Schedule, seed: int, fold: int = 0) -> Experiment:
@@ -81,6 +84,7 @@ class Setup:
             data=replace(self.data, fold=f"{fold}/{self.folds}") if fold else self.data,
             model=replace(self.model, **trial.model),
             seed=seed,
+            precision=self.precision,
         )
 
 
@@ -167,10 +171,8 @@ IMAGE_ROWS: Mapping[str, Row] = {
         method="uefl",
         trials=(
             make_uefl_trial("1 × 1024, gate from .5", model=NO_NORM, gate_value=0.5),
+            make_uefl_trial("1 × 1024, gate from .25, 10 epochs", 10, model=NO_NORM, gate_value=0.25),
             make_uefl_trial("4 × 256, gate from .5", **SEGMENTED, gate_value=0.5),
-            make_uefl_trial(
-                "4 × 256, gate from .5, validated, 10 epochs", 10, **SEGMENTED, gate_value=0.5, extend="validated"
-            ),
             make_uefl_trial("4 × 256, gate from .25, validated", **SEGMENTED, gate_value=0.25, extend="validated"),
         ),
     ),

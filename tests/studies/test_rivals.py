@@ -50,7 +50,7 @@ def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: 
     assert len({str(run.experiment) for run in runs}) == len({run.label for run in runs}) == len(runs)
     assert all(run.experiment.method.total_rounds == runs[0].experiment.method.total_rounds for run in runs)
     if len(setup.schedules) > 1:
-        assert len(list_schedule_search(name)) == len(setup.schedules) * len(TRIAL_SEEDS)
+        assert len(list_schedule_search(name)) == len(setup.schedules) * len(setup.trial_seeds)
 
 
 def test_fresh_seeds_were_not_used_to_choose_anything() -> None:

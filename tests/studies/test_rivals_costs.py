@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from studies.methods.timing import select_silos
-from studies.rivals.further_tables import find_receiver_rows, render_receivers
+from studies.rivals.further_tables import SMALL_SILO, find_receiver_rows, render_aurocs, render_receivers
 from studies.rivals.runner import RECEIVER_ROW, Choice, list_receiver_runs, list_table_parts, make_run
 from studies.rivals.setups import SETUPS
 from studies.rivals.timing import TimedRow, find_frequent_labels
@@ -95,6 +95,25 @@ def test_the_table_of_receivers_needs_all_runs_and_compares_with_uefls_choice() 
     assert verdicts["all"].endswith("**below** |")
     assert "ahead" not in verdicts["random"]
     assert render_receivers("hospitals", CHOICE, trials, results[1:]) == ""
+
+
+def test_the_table_of_aurocs_has_wider_intervals_than_independent_folds_and_counts_folds_without_a_class() -> None:
+    values = {UEFL: (0.80, 0.90), FEDAVG: (0.70, 0.80)}
+    rows: dict[str, dict[tuple[int, int], dict[str, Any]]] = {
+        method: {(100 + i // 5, 1 + i % 5): {"silos": {"A": {"auroc": pair[i % 2]}, SMALL_SILO: {}}} for i in range(10)}
+        for method, pair in values.items()
+    }
+    for part in ((100, 1), (100, 2), (101, 1)):
+        for method in rows:
+            rows[method][part]["silos"][SMALL_SILO] = {"auroc": 0.6}
+    _, _, uefl, fedavg, gain, _, note = render_aurocs(HOSPITALS, rows).splitlines()
+    deviation, quantile = 0.05 * (10 / 9) ** 0.5, 2.2621572  # of Student's t with 9 degrees of freedom
+    half = quantile * deviation * (1 / 10 + 1 / 4) ** 0.5
+    assert uefl == f"| {UEFL} | 0.850 [{0.85 - half:.3f}, {0.85 + half:.3f}] | 0.600 [0.600, 0.600] |"
+    assert fedavg.startswith(f"| {FEDAVG} | 0.750 [")
+    assert gain == "| UEFL − FedAvg | +0.100 [+0.100, +0.100] | +0.000 [+0.000, +0.000] |"
+    assert "3 of 10 folds" in note
+    assert note.endswith("reported, not judged.")
 
 
 def make_silo_record(method: str, seed: int, fold: int, nll: float) -> dict[str, Any]:
