@@ -78,7 +78,7 @@ COLOR_SETUPS: Mapping[str, Setup] = {
     "pacs": Setup(
         **{**PRETRAINED, "local": replace(PRETRAINED["local"], batch_size=32)},
         title="PACS, four domains as silos, ResNet18",
-        data=replace(get_default_config("pacs", "natural"), image_size=96),
+        data=replace(get_default_config("pacs", "domains"), image_size=96),
         model=RESNET18,
     ),
     "devices": Setup(
