@@ -23,6 +23,7 @@ class WeightedMean:
         self.sums: Tensors = {}
         self.total_weights: dict[str, float] = {}  # of all tensors but codewords
         self.codeword_weights: Tensors = {}  # of codewords, per row
+        self._scaled: Tensors = {}  # the last reply times its weight; allocated once
 
     def add(self, tensors: Tensors, weight: float, access_row: Tensor) -> None:
         """Add one silo's tensors; `access_row` tells which codewords they contain."""
@@ -35,8 +36,9 @@ class WeightedMean:
             self.codeword_weights[name][access_row] += weight
         other_names = [name for name in tensors if not is_codeword_tensor(name)]
         if other_names:
-            sums = [self.sums[name] for name in other_names]
-            scaled = [torch.empty_like(total) for total in sums]
+            for name in self.sums.keys() - self._scaled.keys():
+                self._scaled[name] = torch.empty_like(self.sums[name])
+            sums, scaled = ([pieces[name] for name in other_names] for pieces in (self.sums, self._scaled))
             torch._foreach_copy_(scaled, [tensors[name] for name in other_names])
             torch._foreach_mul_(scaled, weight)
             torch._foreach_add_(sums, scaled)
@@ -46,15 +48,17 @@ class WeightedMean:
     def result(self) -> Tensors:
         """Return the mean; tensors that no silo sent, and codewords that no silo used, keep their previous values."""
         result = dict(self.previous)
-        for name, total in self.sums.items():
+        for name, codeword_weights in self.codeword_weights.items():
             previous = self.previous[name]
-            if is_codeword_tensor(name):
-                weights = self.codeword_weights[name].reshape(-1, *[1] * (previous.dim() - 1))
-                mean = total / torch.where(weights > 0, weights, 1)
-                result[name] = torch.where(weights > 0, mean.to(previous.dtype), previous)
-            else:
-                mean = total / self.total_weights[name]
-                result[name] = (mean if previous.is_floating_point() else mean.round()).to(previous.dtype)
+            weights = codeword_weights.reshape(-1, *[1] * (previous.dim() - 1))
+            mean = self.sums[name] / torch.where(weights > 0, weights, 1)
+            result[name] = torch.where(weights > 0, mean.to(previous.dtype), previous)
+        if names := list(self.total_weights):
+            means = torch._foreach_div([self.sums[n] for n in names], [self.total_weights[n] for n in names])
+            means = [m if self.previous[n].is_floating_point() else m.round() for n, m in zip(names, means)]
+            averaged = [torch.empty_like(self.previous[n]) for n in names]
+            torch._foreach_copy_(averaged, means)
+            result |= dict(zip(names, averaged))
         return result
 
 
@@ -69,7 +73,7 @@ def find_reply_error(reply: Reply, model_state: Tensors, access_row: Tensor) -> 
     for name, tensor in reply.tensors.items():
         if tensor.shape != expected[name].shape:
             return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
-    name = find_non_finite({**reply.extras, **reply.tensors})
+    name = "" if reply.is_finite else find_non_finite({**reply.extras, **reply.tensors})
     return f"{name} is not finite" if name else ""
 
 
@@ -85,6 +89,16 @@ def find_non_finite(tensors: Mapping[str, Tensor]) -> str:
             if not finite:
                 return name
     return ""
+
+
+def find_finite_rows(stacked: Mapping[str, Tensor], num_rows: int) -> list[bool]:
+    """Return for each row of stacked tensors [m, ...] whether all its values are finite, with one transfer."""
+    floats = [t.reshape(num_rows, -1) for t in stacked.values() if t.is_floating_point() and t.numel()]
+    if not floats:
+        return [True] * num_rows
+    largest = torch.stack([t.abs().amax(1).double() for t in floats])
+    finite: list[bool] = torch.isfinite(largest).all(0).tolist()
+    return finite
 
 
 def sum_tensors(tensor_dicts: Iterable[Tensors], like: Mapping[str, Tensor]) -> Tensors:

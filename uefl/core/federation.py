@@ -160,6 +160,7 @@ class Reply(NamedTuple):
     seconds: float = 0.0
     rejected: str = ""
     note: str = ""  # text about this silo for the record
+    is_finite: bool = False  # the engine has found all tensors finite; the server checks other replies itself
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,9 @@ def batched_permutations(keys: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return a random order for each key, [m, max(sizes)]: row k begins with `permutation(keys[k], sizes[k])`."""
     n = max(sizes)
     bits = random_bits(keys[:, None], n)
-    is_padding = torch.arange(n, device=keys.device) >= torch.tensor(sizes, device=keys.device)[:, None]
+    # From pinned memory, so that the host does not wait for the device.
+    lengths = torch.tensor(sizes, pin_memory=keys.is_cuda).to(keys.device, non_blocking=True)
+    is_padding = torch.arange(n, device=keys.device) >= lengths[:, None]
     return torch.argsort(bits.masked_fill(is_padding, _MASK_31_BITS), dim=1, stable=True)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from uefl.core.federation import Tensors
+from uefl.core.federation import Tensors, size_in_bytes
 
 
 class ReceivedClient(NamedTuple):
@@ -53,11 +53,10 @@ class ClientStack(NamedTuple):
             client_extras=select_rows(self.client_extras),
         )
 
-    def received_bytes(self, row: int) -> int:
-        """Return the bytes that the silo of a row received."""
-        stacked = [t[row] for tensors in (self.client_received, self.client_extras) for t in tensors.values()]
-        shared = [t for tensors in (self.shared_received, self.shared_extras) for t in tensors.values()]
-        return sum(t.numel() * t.element_size() for t in (*stacked, *shared))
+    def received_bytes(self) -> int:
+        """Return the bytes that each silo received; they are equal, as the shapes of a stack are."""
+        stacked = sum(map(size_in_bytes, (self.client_received, self.client_extras))) // len(self.silo_names)
+        return stacked + sum(map(size_in_bytes, (self.shared_received, self.shared_extras)))
 
 
 def stack_clients(clients: Sequence[ReceivedClient], *, one_server: bool) -> ClientStack:
@@ -80,6 +79,12 @@ def stack_clients(clients: Sequence[ReceivedClient], *, one_server: bool) -> Cli
 def stack_tensors(tensor_dicts: Sequence[Tensors]) -> Tensors:
     """Stack the tensors of the same names."""
     return {n: torch.stack([tensors[n] for tensors in tensor_dicts]) for n in tensor_dicts[0]}
+
+
+def unstack_tensors(stacked: Tensors, num_silos: int) -> list[Tensors]:
+    """Return the tensors of each silo, as views."""
+    rows = {n: t.unbind() for n, t in stacked.items()}
+    return [{n: of_silos[i] for n, of_silos in rows.items()} for i in range(num_silos)]
 
 
 def allocate_stack(tensor: Tensor, num_clients: int) -> Tensor:

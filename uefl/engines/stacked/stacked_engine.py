@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
+from uefl.core.aggregate import find_finite_rows
 from uefl.core.errors import InputError
 from uefl.core.federation import (
     SPLITS,
@@ -51,6 +52,7 @@ from uefl.engines.stacked.client_stack import (
     describe_silos,
     stack_clients,
     to_slice,
+    unstack_tensors,
 )
 from uefl.engines.stacked.compiler import Compiler
 from uefl.engines.stacked.device_buffers import DeviceBuffers
@@ -147,6 +149,7 @@ class StackedEngine(SerialEngine):
         local = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
         tensors = self._store_client_states(method, buffers, broadcasts, client_states)
         sent = [({}, {}) if broadcast.is_personal else method.pack_reply(*pair) for pair in zip(tensors, extras)]
+        finite, received_bytes = find_finite_rows(buffers.stack.client_tensors, len(names)), stack.received_bytes()
         seconds = (time.perf_counter() - started) / len(names)
         replies = [
             Reply(
@@ -155,9 +158,10 @@ class StackedEngine(SerialEngine):
                 tensors=sent[i][0],
                 evaluations=Evaluations(received[name], local[name]),
                 extras=sent[i][1],
-                received_bytes=stack.received_bytes(i),
+                received_bytes=received_bytes,
                 sent_bytes=sum(map(size_in_bytes, sent[i])),
                 seconds=seconds,
+                is_finite=finite[i] and sent[i][0] is tensors[i] and not sent[i][1],
             )
             for i, name in enumerate(names)
         ]
@@ -172,17 +176,17 @@ class StackedEngine(SerialEngine):
             started = time.perf_counter()
             self.on_progress(describe_silos(stack.silo_names), task)
             answers = self._query_stack(method, task, stack, broadcasts[0].round, splits)
-            seconds = (time.perf_counter() - started) / len(stack.silo_names)
+            seconds, received_bytes = (time.perf_counter() - started) / len(stack.silo_names), stack.received_bytes()
             return [
                 Reply(
                     silo_name=name,
                     num_examples=len(self.silos[name].train.y),
                     answers=answers[name],
-                    received_bytes=stack.received_bytes(i),
+                    received_bytes=received_bytes,
                     sent_bytes=sum(size_in_bytes(answer) for answer in answers[name].values()),
                     seconds=seconds,
                 )
-                for i, name in enumerate(stack.silo_names)
+                for name in stack.silo_names
             ]
 
         return self._run_stacks(method, broadcasts, method.local.eval_batch_size, query_stack)
@@ -437,14 +441,15 @@ class StackedEngine(SerialEngine):
         access_rows = {name: row for b in broadcasts for name, row in zip(b.silo_names, b.access)}
         trained = {n: t.detach().clone() for n, t in buffers.stack.client_tensors.items()}
         stored = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}
+        num_silos = len(buffers.stack.silo_names)
+        stored_rows, local_rows = (
+            unstack_tensors(tensors, num_silos) for tensors in (stored, {n: trained[n] for n in local_names})
+        )
         for i, name in enumerate(buffers.stack.silo_names):
-            stored_i, local_tensors = {n: t[i] for n, t in stored.items()}, {n: trained[n][i] for n in local_names}
-            self.client_states[name] = {**stored_i, **client_states[i], **local_tensors}
+            self.client_states[name] = {**stored_rows[i], **client_states[i], **local_rows[i]}
             if not method.local.reset_optimizer:
                 self.client_states[name][OPTIMIZER_CODEWORDS] = list_codeword_indices(access_rows[name])
-        return [
-            {n: t[i] for n, t in trained.items() if n not in local_names} for i in range(len(buffers.stack.silo_names))
-        ]
+        return unstack_tensors({n: t for n, t in trained.items() if n not in local_names}, num_silos)
 
     # --- evaluation and other queries -------------------------------------------------------------------------------
 
