@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from uefl.core.aggregate import WeightedMean, find_reply_error
+from uefl.core.aggregate import WeightedMean, find_finite_rows, find_reply_error
 from uefl.core.federation import CODEWORDS_SUFFIX as CODEWORDS
 from uefl.core.federation import Reply
 
@@ -89,3 +89,12 @@ def test_invalid_tensor_is_named_with_the_reason(pattern):
 def test_number_of_examples_must_be_positive_and_finite(num_examples):
     error = find_reply_error(Reply("ada", num_examples, VALID), MODEL_STATE, ACCESS_ROW)
     assert error == f"num_examples={num_examples} is not a positive number"
+
+
+def test_a_row_of_a_stack_is_finite_only_if_all_its_tensors_are():
+    weights, counts = torch.ones(4, 2), torch.ones(4, dtype=torch.int64)
+    weights[1, 0], bias = torch.inf, torch.zeros(4, 3)
+    bias[2, 2] = torch.nan
+    stacked = {"w": weights, "b": bias, "n": counts, "empty": torch.zeros(4, 0)}
+    assert find_finite_rows(stacked, 4) == [True, False, False, True]
+    assert find_finite_rows({"n": counts}, 4) == [True] * 4

@@ -55,9 +55,9 @@ class WeightedMean:
             result[name] = torch.where(weights > 0, mean.to(previous.dtype), previous)
         if names := list(self.total_weights):
             means = torch._foreach_div([self.sums[n] for n in names], [self.total_weights[n] for n in names])
-            means = [m if self.previous[n].is_floating_point() else m.round() for n, m in zip(names, means)]
             averaged = [torch.empty_like(self.previous[n]) for n in names]
-            torch._foreach_copy_(averaged, means)
+            rounded = [mean if target.is_floating_point() else mean.round() for mean, target in zip(means, averaged)]
+            torch._foreach_copy_(averaged, rounded)
             result |= dict(zip(names, averaged))
         return result
 

@@ -264,14 +264,15 @@ class StackedEngine(SerialEngine):
         local_names = list(method.client_state_names(self.net))
         received = {n: self._move_tensor(t) for n, t in broadcast.model_state.items() if not is_codeword_tensor(n)}
         extras = {n: to_channels_last(t.to(self.device)) for n, t in broadcast.extras.items()}
+        all_codewords = {n: self._move_tensor(t) for n, t in broadcast.model_state.items() if is_codeword_tensor(n)}
+        gathered: dict[bytes, Tensors] = {}  # silos with equal rows of the ledger share their codewords
         clients = []
         for name in names:
             access_row = broadcast.access[find_row(broadcast.silo_names, name)]
-            codewords = {
-                n: self._move_tensor(t)
-                for n, t in gather_accessible_rows(broadcast.model_state, access_row).items()
-                if is_codeword_tensor(n)
-            }
+            row_bytes = access_row.numpy(force=True).tobytes()
+            if row_bytes not in gathered:
+                gathered[row_bytes] = gather_accessible_rows(all_codewords, access_row)
+            codewords = gathered[row_bytes]
             stored = self.client_states.get(name) or self._make_client_state(method, name)
             stored = drop_stale_optimizer_state(stored, access_row) | self._make_label_state(method, name)
             initial_tensors = self._get_initial_tensors(name)
