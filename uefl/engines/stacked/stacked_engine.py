@@ -130,7 +130,7 @@ class StackedEngine(SerialEngine):
             used_signatures.add(signature)
             return replies
 
-        yield from self._run_stacks(method, broadcasts, method.local.batch_size, fit_stack)
+        yield from self._run_stacks(method, broadcasts, fit_stack, with_gradients=True)
         # Buffers of other shapes are not needed again: codewords were added since.
         self._buffers = {s: buffers for s, buffers in self._buffers.items() if s in used_signatures}
 
@@ -189,7 +189,7 @@ class StackedEngine(SerialEngine):
                 for name in stack.silo_names
             ]
 
-        return self._run_stacks(method, broadcasts, method.local.eval_batch_size, query_stack)
+        return self._run_stacks(method, broadcasts, query_stack, with_gradients=False)
 
     # --- stacks ---------------------------------------------------------------------------------------------------
 
@@ -197,14 +197,15 @@ class StackedEngine(SerialEngine):
         self,
         method: Method,
         broadcasts: Sequence[Broadcast],
-        batch_size: int,
         run_stack: Callable[[ClientStack], list[Reply]],
+        *,
+        with_gradients: bool,
     ) -> Iterator[Reply]:
         """Run all participants, stack by stack; a stack that does not fit into memory is split."""
         done: set[str] = set()
         while True:
             too_large = 0
-            for stack in self._make_stacks(method, broadcasts, batch_size, done):
+            for stack in self._make_stacks(method, broadcasts, done, with_gradients=with_gradients):
                 try:
                     if self._is_lazy:
                         self._load_stack(stack.silo_names)
@@ -239,7 +240,7 @@ class StackedEngine(SerialEngine):
         )
 
     def _make_stacks(
-        self, method: Method, broadcasts: Sequence[Broadcast], batch_size: int, done: Collection[str] = ()
+        self, method: Method, broadcasts: Sequence[Broadcast], done: Collection[str], *, with_gradients: bool
     ) -> Iterator[ClientStack]:
         """Yield stacks of the remaining silos, each of one shape and of limited size, the largest silos first."""
         clients = [
@@ -252,12 +253,19 @@ class StackedEngine(SerialEngine):
         by_shape: dict[Any, list[ReceivedClient]] = {}
         for client in sorted(clients, key=lambda client: (-len(self.silos[client.name].train.y), client.name)):
             by_shape.setdefault(client.shapes(), []).append(client)
-        max_size = self.max_stack_size or compute_stack_size(self._activations, batch_size, self.device.type)
+        max_size = self._choose_stack_size(
+            method.local.batch_size if with_gradients else method.local.eval_batch_size, with_gradients=with_gradients
+        )
         for group in by_shape.values():
             num_stacks = -(-len(group) // max_size)
             size = -(-len(group) // num_stacks)  # as few stacks as possible, of about equal size
             for start in range(0, len(group), size):
                 yield stack_clients(group[start : start + size], one_server=len(broadcasts) == 1)
+
+    def _choose_stack_size(self, batch_size: int, *, with_gradients: bool) -> int:
+        return self.max_stack_size or compute_stack_size(
+            self._activations, batch_size, self.device.type, with_gradients=with_gradients
+        )
 
     def _receive_broadcasts(self, method: Method, broadcast: Broadcast, names: Sequence[str]) -> list[ReceivedClient]:
         """Return what each of these silos has when its round begins."""
@@ -478,7 +486,7 @@ class StackedEngine(SerialEngine):
                     rows_by_length.setdefault(batch_length(slices, position), []).append(row)
                 rows_by_length.pop(0, None)
                 for length, all_rows in rows_by_length.items():
-                    size = self.max_stack_size or compute_stack_size(self._activations, length, self.device.type)
+                    size = self._choose_stack_size(length, with_gradients=False)
                     for rows in (all_rows[k : k + size] for k in range(0, len(all_rows), size)):
                         selected = stack.select(to_slice(rows))
                         sums = self._compute_sums(method, task, selected, round_number, position, split, length)
