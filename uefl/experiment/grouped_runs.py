@@ -10,6 +10,7 @@ from pathlib import Path
 
 from uefl.engines.stacked.seed_stack import SeedStack
 from uefl.experiment.experiment import Experiment
+from uefl.experiment.round_writer import BackgroundWriter
 from uefl.experiment.run import (
     Engine,
     Event,
@@ -90,7 +91,7 @@ def _run_in_one_stack(
 
         folders[name] = run_with_clients(
             *(prepared.experiment, root, prepared.context, open_clients, partial(on_event, name)),
-            writing=stack.yield_turn,
+            writer=BackgroundWriter(stack.yield_turn),
         )
 
     stack.run([partial(run_seed, name, prepared) for name, prepared in runs.items()])

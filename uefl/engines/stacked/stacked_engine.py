@@ -491,9 +491,9 @@ class StackedEngine(SerialEngine):
                         selected = stack.select(to_slice(rows))
                         sums = self._compute_sums(method, task, selected, round_number, position, split, length)
                         sums = copy_to_host(sums) if task == "evaluate" else sums
-                        for i, row in enumerate(rows):
+                        for row, batch_sums in zip(rows, unstack_tensors(sums, len(rows))):
                             answer = answers[stack.silo_names[row]]
-                            total, batch_sums = answer.get(split), {n: t[i] for n, t in sums.items()}
+                            total = answer.get(split)
                             answer[split] = {n: total[n] + t for n, t in batch_sums.items()} if total else batch_sums
         return answers
 
