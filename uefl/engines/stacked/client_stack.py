@@ -104,6 +104,28 @@ def describe_silos(silo_names: Sequence[str]) -> str:
     return silo_names[0] if len(silo_names) == 1 else f"{len(silo_names)} silos"
 
 
+class BatchSums(NamedTuple):
+    """What some silos of a stack computed from one batch each."""
+
+    split: str
+    rows: list[int]  # of the silos in the stack
+    sums: Tensors  # stacked
+
+
+def add_batch_sums(
+    silo_names: Sequence[str], batches: Sequence[BatchSums], *, on_host: bool
+) -> dict[str, dict[str, Tensors]]:
+    """Return each silo's sums over its batches, by split; with `on_host`, they are copied there."""
+    answers: dict[str, dict[str, Tensors]] = {name: {} for name in silo_names}
+    for split, rows, stacked in batches:
+        sums = copy_to_host(stacked) if on_host else stacked
+        for row, of_silo in zip(rows, unstack_tensors(sums, len(rows))):
+            answer = answers[silo_names[row]]
+            total = answer.get(split)
+            answer[split] = {n: total[n] + t for n, t in of_silo.items()} if total else of_silo
+    return answers
+
+
 def copy_to_host(sums: Tensors) -> Tensors:
     """Copy stacked tensors [m, ...] to the host in one transfer, in double precision."""
     flat = torch.cat([t.reshape(len(t), -1).double() for t in sums.values()], 1).cpu()

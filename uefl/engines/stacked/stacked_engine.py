@@ -46,9 +46,10 @@ from uefl.core.noise import batched_permutations
 from uefl.engines.optimizer_state import OPTIMIZER_CODEWORDS, drop_stale_optimizer_state, list_codeword_indices
 from uefl.engines.serial import SerialEngine, has_torch_dropout, to_channels_last
 from uefl.engines.stacked.client_stack import (
+    BatchSums,
     ClientStack,
     ReceivedClient,
-    copy_to_host,
+    add_batch_sums,
     describe_silos,
     stack_clients,
     to_slice,
@@ -140,16 +141,18 @@ class StackedEngine(SerialEngine):
         """Evaluate and train a stack; return the signature of its buffers and the replies."""
         broadcast, started, names = broadcasts[0], time.perf_counter(), stack.silo_names
         splits, local_splits = (method.eval_splits, method.local_eval_splits) if evaluate else ((), ())
-        received = self._evaluate_stack(method, stack, broadcast.round - 1, splits)
+        # Copied to the host at the end, so that the host does not wait for the device in between.
+        received_sums = self._evaluate_stack(method, stack, broadcast.round - 1, splits)
         self.on_progress(describe_silos(names), "training")
         signature, buffers = self._get_buffers(method, broadcast, stack)
         num_steps = self._train_stack(method, buffers, broadcast)
         self.net.eval()
         extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
-        local = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
+        local_sums = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
         tensors = self._store_client_states(method, buffers, broadcasts, client_states)
         sent = [({}, {}) if broadcast.is_personal else method.pack_reply(*pair) for pair in zip(tensors, extras)]
         finite, received_bytes = find_finite_rows(buffers.stack.client_tensors, len(names)), stack.received_bytes()
+        received, local = (add_batch_sums(names, sums, on_host=True) for sums in (received_sums, local_sums))
         seconds = (time.perf_counter() - started) / len(names)
         replies = [
             Reply(
@@ -175,7 +178,8 @@ class StackedEngine(SerialEngine):
         def query_stack(stack: ClientStack) -> list[Reply]:
             started = time.perf_counter()
             self.on_progress(describe_silos(stack.silo_names), task)
-            answers = self._query_stack(method, task, stack, broadcasts[0].round, splits)
+            sums = self._query_stack(method, task, stack, broadcasts[0].round, splits)
+            answers = add_batch_sums(stack.silo_names, sums, on_host=task == "evaluate")
             seconds, received_bytes = (time.perf_counter() - started) / len(stack.silo_names), stack.received_bytes()
             return [
                 Reply(
@@ -464,16 +468,16 @@ class StackedEngine(SerialEngine):
 
     def _evaluate_stack(
         self, method: Method, stack: ClientStack, round_number: int, splits: Sequence[Split]
-    ) -> dict[str, dict[str, Tensors]]:
+    ) -> list[BatchSums]:
         if splits:
             self.on_progress(describe_silos(stack.silo_names), "evaluating")
         return self._query_stack(method, "evaluate", stack, round_number, splits)
 
     def _query_stack(
         self, method: Method, task: str, stack: ClientStack, round_number: int, splits: Sequence[Split]
-    ) -> dict[str, dict[str, Tensors]]:
-        """Return each silo's sums over batches, by split; metric sums are copied to the host in one transfer."""
-        answers: dict[str, dict[str, Tensors]] = {name: {} for name in stack.silo_names}
+    ) -> list[BatchSums]:
+        """Run a client task on all batches of these splits."""
+        batch_sums: list[BatchSums] = []
         self.net.eval()
         for split in splits:
             batch_slices = [
@@ -490,12 +494,8 @@ class StackedEngine(SerialEngine):
                     for rows in (all_rows[k : k + size] for k in range(0, len(all_rows), size)):
                         selected = stack.select(to_slice(rows))
                         sums = self._compute_sums(method, task, selected, round_number, position, split, length)
-                        sums = copy_to_host(sums) if task == "evaluate" else sums
-                        for row, batch_sums in zip(rows, unstack_tensors(sums, len(rows))):
-                            answer = answers[stack.silo_names[row]]
-                            total = answer.get(split)
-                            answer[split] = {n: total[n] + t for n, t in batch_sums.items()} if total else batch_sums
-        return answers
+                        batch_sums.append(BatchSums(split, rows, sums))
+        return batch_sums
 
     def _compute_sums(
         self,
