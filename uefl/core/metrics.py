@@ -19,7 +19,7 @@ from uefl.core.discrimination import Estimate, auprc, auroc, count_scores, has_b
 from uefl.core.entropy_comparison import count_entropies
 from uefl.core.federation import Batch, ClientModel, Tensors, is_codeword_tensor
 from uefl.core.label_prior import adjust_logits
-from uefl.core.selective_risk import augrc, count_outcomes, risk_at_coverage
+from uefl.core.selective_risk import augrc, count_outcomes, risks_at_coverages
 from uefl.core.temperature import scale_nll, sum_nll_by_temperature
 from uefl.core.uncertainty import Uncertainty, brier_score, compute_uncertainty, ece, nll, reliability_sums
 
@@ -99,12 +99,13 @@ def _count_outcomes(b: BatchOutputs) -> Tensor:
     return count_outcomes(b.uncertainty.predictive_entropy, p.argmax(-1) == b.y, p.shape[-1])
 
 
-def _make_risk_metric(percent: int) -> Metric:
+def _make_risk_metric(index: int) -> Metric:
     """Return the point of the risk-coverage curve at which this share of the examples is accepted."""
+    percent, coverages = RISK_COVERAGES[index], tuple(percent / 100 for percent in RISK_COVERAGES)
     return Metric(
         f"risk_at_{percent}",
         f"error rate of the {percent} % most certain predictions",
-        lambda sums: risk_at_coverage(sums[OUTCOME_COUNTS], percent / 100),
+        lambda sums: risks_at_coverages(sums[OUTCOME_COUNTS], coverages)[index],
         better="lower",
         is_quality=True,
     )
@@ -202,7 +203,7 @@ METRICS = (
         better="lower",
         is_quality=True,
     ),
-    *map(_make_risk_metric, RISK_COVERAGES),
+    *map(_make_risk_metric, range(len(RISK_COVERAGES))),
     Metric(
         "quantization_error",
         "mean squared distance of features to their codewords",

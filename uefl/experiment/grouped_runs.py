@@ -60,9 +60,13 @@ def run_group(
         on_event(names[0], {"kind": "load", "data": experiments[names[0]].data.name})
         images = experiments[names[0]].data.read_images()
         prepare = partial(prepare_run, device=device, images=images)
-        first = prepare(experiments[names[0]], engine=engine, on_event=lambda _: None)
+        events: list[Event] = []
+        first = prepare(experiments[names[0]], engine=engine, on_event=events.append)
         if first.context.engine == "stacked":
-            runs = {n: prepare(experiments[n], engine="stacked", on_event=partial(on_event, n)) for n in names}
+            for event in events:
+                on_event(names[0], event)
+            others = {n: prepare(experiments[n], engine="stacked", on_event=partial(on_event, n)) for n in names[1:]}
+            runs = {names[0]: first, **others}
             folders: dict[str, Path] = {}
             for group in _group_by_shape(runs):
                 folders |= _run_in_one_stack(group, root, on_event)
