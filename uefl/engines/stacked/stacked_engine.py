@@ -26,6 +26,7 @@ from uefl.core.federation import (
     Batch,
     Broadcast,
     ClientModel,
+    ClientTask,
     Evaluations,
     Examples,
     Method,
@@ -105,14 +106,22 @@ class StackedEngine(SerialEngine):
         """Run a client task at the participants of one server, or of several servers."""
         client_task = method.client_tasks[task]
         if not client_task.needs_full_split:
-            return self._query_clients(method, task, broadcasts, splits)
+            return self._query_clients(method, task, client_task, broadcasts, splits)
         first_part = client_task._replace(compute=client_task.parts.prepare) if client_task.parts else client_task
+        if client_task.parts and self._can_stack_full_splits(broadcasts):
+            prepared = self._query_clients(method, task, first_part, broadcasts, splits)
+            return iter(sorted(complete_answers(client_task.parts, prepared), key=lambda reply: reply.silo_name))
         replies = (
             reply
             for broadcast in broadcasts
             for reply in self._query_one_by_one(method, task, first_part, broadcast, splits)
         )
         return complete_answers(client_task.parts, replies) if client_task.parts else replies
+
+    def _can_stack_full_splits(self, broadcasts: Sequence[Broadcast]) -> bool:
+        """Return whether silos are stacked in a task that needs a full split; few silos on a CPU gain nothing."""
+        has_groups = any(silo.train_groups is not None for silo in self.silos.values())
+        return (self.device.type == "cuda" or len(broadcasts) > 1) and not has_groups and not self._is_lazy
 
     def release(self) -> None:
         self._buffers.clear()
@@ -171,14 +180,19 @@ class StackedEngine(SerialEngine):
         return signature, replies
 
     def _query_clients(
-        self, method: Method, task: str, broadcasts: Sequence[Broadcast], splits: Sequence[Split]
+        self,
+        method: Method,
+        task: str,
+        client_task: ClientTask,
+        broadcasts: Sequence[Broadcast],
+        splits: Sequence[Split],
     ) -> Iterator[Reply]:
-        """Run a client task that returns sums, stack by stack."""
+        """Run a client task, whose name is `task`, stack by stack."""
 
         def query_stack(stack: ClientStack) -> list[Reply]:
             started = time.perf_counter()
             self.on_progress(describe_silos(stack.silo_names), task)
-            sums = self._query_stack(method, task, stack, broadcasts[0].round, splits)
+            sums = self._query_stack(method, task, client_task, stack, broadcasts[0].round, splits)
             answers = add_batch_sums(stack.silo_names, sums, on_host=task == "evaluate")
             seconds, received_bytes = (time.perf_counter() - started) / len(stack.silo_names), stack.received_bytes()
             return [
@@ -471,19 +485,24 @@ class StackedEngine(SerialEngine):
     ) -> list[BatchSums]:
         if splits:
             self.on_progress(describe_silos(stack.silo_names), "evaluating")
-        return self._query_stack(method, "evaluate", stack, round_number, splits)
+        return self._query_stack(method, "evaluate", method.client_tasks["evaluate"], stack, round_number, splits)
 
     def _query_stack(
-        self, method: Method, task: str, stack: ClientStack, round_number: int, splits: Sequence[Split]
+        self,
+        method: Method,
+        task: str,
+        client_task: ClientTask,
+        stack: ClientStack,
+        round_number: int,
+        splits: Sequence[Split],
     ) -> list[BatchSums]:
-        """Run a client task on all batches of these splits."""
+        """Run a client task on all batches of these splits; one that needs a full split gets it as one batch."""
         batch_sums: list[BatchSums] = []
         self.net.eval()
         for split in splits:
-            batch_slices = [
-                list(iterate_batch_slices(len(self.silos[n].examples(split).y), method.local.eval_batch_size))
-                for n in stack.silo_names
-            ]
+            sizes = [len(self.silos[n].examples(split).y) for n in stack.silo_names]
+            batch_size = max(*sizes, 1) if client_task.needs_full_split else method.local.eval_batch_size
+            batch_slices = [list(iterate_batch_slices(n, batch_size)) for n in sizes]
             for position in range(max(map(len, batch_slices))):
                 rows_by_length: dict[int, list[int]] = {}
                 for row, slices in enumerate(batch_slices):
@@ -493,36 +512,37 @@ class StackedEngine(SerialEngine):
                     size = self._choose_stack_size(length, with_gradients=False)
                     for rows in (all_rows[k : k + size] for k in range(0, len(all_rows), size)):
                         selected = stack.select(to_slice(rows))
-                        sums = self._compute_sums(method, task, selected, round_number, position, split, length)
+                        purpose = addresses.TASKS.get(task, task)
+                        keys = [
+                            self._derive_key(n, round_number, position, purpose, split) for n in selected.silo_names
+                        ]
+                        first = position * batch_size
+                        sums = self._compute_sums(client_task, keys, selected, split, position, first, length)
                         batch_sums.append(BatchSums(split, rows, sums))
         return batch_sums
 
     def _compute_sums(
         self,
-        method: Method,
-        task: str,
+        client_task: ClientTask,
+        noise_keys: Sequence[int],
         stack: ClientStack,
-        round_number: int,
-        position: int,
         split: Split,
+        position: int,
+        first: int,
         length: int,
     ) -> Tensors:
-        """Run a client task on the batch at a position of each silo, all of the same length."""
-        first = position * method.local.eval_batch_size
+        """Run a client task on `length` examples of each silo from `first` on, its batch at this position."""
         starts = self._to_device([first + offset for offset in self._data.offsets(split, stack.silo_names)])
         x, y = self._data.gather_batch(split, starts[:, None] + torch.arange(length, device=self.device))
-        purpose = addresses.TASKS.get(task, task)
-        keys = self._to_device(
-            [self._derive_key(name, round_number, position, purpose, split) for name in stack.silo_names]
-        )
+        keys = self._to_device(noise_keys)
 
-        def compute(model: ClientModel, x: Tensor, y: Tensor) -> Tensors:
+        def compute(model: ClientModel, x: Tensor, y: Tensor, noise_key: Tensor) -> Tensors:
             with self._autocast():
-                sums: Tensors = method.client_tasks[task].compute(model, Batch(x, y, position))
+                sums: Tensors = client_task.compute(model, Batch(x, y, position, noise_key=noise_key))
             return sums
 
         with torch.no_grad():
-            stacked_sums: Tensors = self._mapper.call_for_silos(stack, keys, compute, x, y)
+            stacked_sums: Tensors = self._mapper.call_for_silos(stack, keys, compute, x, y, keys)
         return stacked_sums
 
     def _to_device(self, numbers: Any) -> Tensor:
