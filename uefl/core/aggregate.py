@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from uefl.core.federation import Reply, Tensors, gather_accessible_rows, is_codeword_tensor
+from uefl.core.device_copy import copy_without_waiting
+from uefl.core.federation import Reply, Tensors, is_codeword_tensor
 
 
 class WeightedMean:
@@ -26,7 +27,7 @@ class WeightedMean:
         self.sums: dict[tuple[str, ...], Tensor] = {}  # of all tensors but codewords, by the names in a vector
         self.total_weights: dict[tuple[str, ...], float] = {}
         self.codeword_sums: Tensors = {}
-        self.codeword_weights: Tensors = {}  # per row
+        self.codeword_weights: Tensors = {}  # per row, on the host
 
     def add(self, tensors: Tensors, weight: float, access_row: Tensor) -> None:
         """Add one silo's tensors; `access_row` tells which codewords they contain."""
@@ -48,16 +49,17 @@ class WeightedMean:
     def _add_codewords(self, name: str, codewords: Tensor, weight: float, access_row: Tensor) -> None:
         if name not in self.codeword_sums:
             self.codeword_sums[name] = torch.zeros_like(self.previous[name], dtype=torch.float64)
-            self.codeword_weights[name] = self.codeword_sums[name].new_zeros(len(self.previous[name]))
-        self.codeword_sums[name][access_row] += weight * codewords.double()
-        self.codeword_weights[name][access_row] += weight
+            self.codeword_weights[name] = torch.zeros(len(self.previous[name]), dtype=torch.float64)
+        rows = access_row.cpu().nonzero()[:, 0]  # a mask would make the host wait for the device
+        self.codeword_weights[name][rows] += weight
+        self.codeword_sums[name][copy_without_waiting(rows, codewords.device)] += weight * codewords.double()
 
     def result(self) -> Tensors:
         """Return the mean; tensors that no silo sent, and codewords that no silo used, keep their previous values."""
         result = dict(self.previous)
         for name, codeword_weights in self.codeword_weights.items():
             previous = self.previous[name]
-            weights = codeword_weights.reshape(-1, *[1] * (previous.dim() - 1))
+            weights = codeword_weights.to(previous.device).reshape(-1, *[1] * (previous.dim() - 1))
             mean = self.codeword_sums[name] / torch.where(weights > 0, weights, 1)
             result[name] = torch.where(weights > 0, mean.to(previous.dtype), previous)
         groups = [(names, total, self.total_weights[names]) for names, total in self.sums.items()]
@@ -100,15 +102,16 @@ def flatten_channels_last(tensor: Tensor) -> Tensor:
 
 def find_reply_error(reply: Reply, model_state: Tensors, access_row: Tensor) -> str:
     """Return why a reply must not be averaged, or an empty string."""
-    expected = gather_accessible_rows(model_state, access_row)
+    num_codewords = int(access_row.sum())
+    expected = {n: (num_codewords, *t.shape[1:]) if is_codeword_tensor(n) else t.shape for n, t in model_state.items()}
     if not 0 < reply.num_examples < math.inf:
         return f"num_examples={reply.num_examples} is not a positive number"
     if set(reply.tensors) != set(expected):
         name = min(set(reply.tensors) ^ set(expected))
         return f"tensor {name} is {'missing' if name in expected else 'not expected'}"
     for name, tensor in reply.tensors.items():
-        if tensor.shape != expected[name].shape:
-            return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
+        if tensor.shape != expected[name]:
+            return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name])}"
     name = "" if reply.is_finite else find_non_finite({**reply.extras, **reply.tensors})
     return f"{name} is not finite" if name else ""
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
 from uefl.core.aggregate import find_finite_rows
+from uefl.core.device_copy import copy_without_waiting
 from uefl.core.errors import InputError
 from uefl.core.federation import (
     SPLITS,
@@ -546,9 +547,7 @@ class StackedEngine(SerialEngine):
         return stacked_sums
 
     def _to_device(self, numbers: Any) -> Tensor:
-        """Copy numbers to the device from pinned memory, so that the host does not wait."""
-        tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return tensor.to(self.device, non_blocking=True)
+        return copy_without_waiting(torch.tensor(numbers, dtype=torch.int64), self.device)
 
 
 compiled_engine = partial(StackedEngine, use_compiler=True)
