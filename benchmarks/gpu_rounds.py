@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.autograd import DeviceType
@@ -72,7 +72,7 @@ def measure_rounds(
         yield Measurement(contender, "training alone", "s", spent)
         yield Measurement(contender, "while training", "TFLOP/s", [flops / s / 1e12 for s in spent])
     if options.on_cuda:
-        yield from profile_kernels(OURS, contenders[OURS], options)
+        yield from profile_kernels(OURS, "training alone", contenders[OURS].train_round, options, flops=flops)
     x, y, _, _ = peer.silo_tensors[0]
     spent = [
         measure_seconds(lambda: peer.train_silo(x, y), options.device) * len(peer.silo_tensors)
@@ -84,26 +84,34 @@ def measure_rounds(
 
 KERNEL_KINDS = {  # kind: parts of kernel names; the first kind that matches counts
     "optimizer": ("adam", "multi_tensor_apply", "FusedOptimizer"),
-    "convolutions and products": (
-        *("xmma", "cutlass", "gemm", "convolve", "wgrad", "dgrad", "fprop", "Nhwc", "cudnn", "cublas", "nvjet"),
-        *("_forward", "_filters"),  # uefl's
-    ),
-    "copies": ("Memcpy", "Memset"),
-    "elementwise, norms, pooling": ("",),
+    "filter gradients": ("_filter_gradient_kernel", "wgrad"),
+    "data gradients": ("dgrad",),
+    "convolutions": ("_forward_kernel", "fprop", "convolve"),  # uefl's kernel also computes data gradients
+    "products": ("gemm", "gemv", "nvjet", "cublas", "cutlass", "xmma", "cudnn", "Nhwc"),
+    "batch norm": ("_sum_kernel", "_combine_kernel", "batch_norm"),
+    "pooling": ("pool",),
+    "copies": ("Memcpy", "Memset", "copy_kernel", "CatArray"),
+    "elementwise and reductions": ("",),
 }
+TENSOR_CORE_KINDS = ("filter gradients", "data gradients", "convolutions", "products")
 
 
-def profile_kernels(contender: str, rounds: UeflRounds, options: Options) -> Iterator[Measurement]:
-    """Profile a round's training by kind of kernel; the rest of the time the device is idle."""
+def profile_kernels(
+    contender: str, quantity: str, work: Callable[[], object], options: Options, *, flops: float = 0.0
+) -> Iterator[Measurement]:
+    """Profile work on a GPU by kind of kernel; the rest of the time the device is idle."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        total = measure_seconds(rounds.train_round, options.device)
+        total = measure_seconds(work, options.device)
     seconds = dict.fromkeys(KERNEL_KINDS, 0.0)
     for event in profiler.key_averages():
         if event.device_type == DeviceType.CUDA:
             seconds[classify_kernel(event.key)] += event.self_device_time_total / 1e6
     for kind, spent in {**seconds, "idle": total - sum(seconds.values())}.items():
         note = f"{100 * spent / total:.0f} % of {total:.2f} s"
-        yield Measurement(contender, f"training alone: {kind}", "s", [spent], note)
+        yield Measurement(contender, f"{quantity}: {kind}", "s", [spent], note)
+    if flops:
+        spent = sum(seconds[kind] for kind in TENSOR_CORE_KINDS)
+        yield Measurement(contender, "within convolutions and products", "TFLOP/s", [flops / max(spent, 1e-9) / 1e12])
 
 
 def classify_kernel(kernel: str) -> str:

@@ -19,6 +19,7 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import Reply
 from uefl.engines.serial import SerialEngine
+from uefl.engines.stacked.stacked_engine import StackedEngine
 
 EAGER = replace(SMALL_CODEBOOK, min_examples=10)
 WEIGHT = "classifier.1.weight"
@@ -97,14 +98,16 @@ def test_a_round_without_any_reply_is_recorded_once():
     assert all(r["silos"]["bob"]["rejected"] == "out of office" for r in records)
 
 
-def test_a_silo_that_diverges_is_rejected_until_it_recovers():
+@pytest.mark.parametrize("engine", [SerialEngine, StackedEngine])
+def test_a_silo_that_diverges_is_rejected_until_it_recovers(engine):
     """Bob's images are infinite, so his loss is too, and the federation learns without him."""
     silos = [
         replace(s, train=s.train._replace(x=s.train.x / 0)) if s.name == "bob" else s for s in make_striped_silos()
     ]
     method = FedAvg(**{**SHORT_RUN, "local": replace(LOCAL, epochs=2)})
-    server, records = run_rounds(method, make_clients(method, silos))
+    server, records = run_rounds(method, make_clients(method, silos, engine=engine))
     assert all("not finite" in r["silos"]["bob"]["rejected"] for r in records)
+    assert all("rejected" not in silo for r in records for name, silo in r["silos"].items() if name != "bob")
     assert all(bool(torch.isfinite(t).all()) for t in server.model_state.values())
     assert [r["round"] for r in records] == list(range(1, method.total_rounds + 1))
 

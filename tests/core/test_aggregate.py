@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from uefl.core.aggregate import WeightedMean, find_reply_error
+from uefl.core.aggregate import WeightedMean, find_finite_rows, find_reply_error
 from uefl.core.federation import CODEWORDS_SUFFIX as CODEWORDS
 from uefl.core.federation import Reply
 
@@ -89,3 +89,32 @@ def test_invalid_tensor_is_named_with_the_reason(pattern):
 def test_number_of_examples_must_be_positive_and_finite(num_examples):
     error = find_reply_error(Reply("ada", num_examples, VALID), MODEL_STATE, ACCESS_ROW)
     assert error == f"num_examples={num_examples} is not a positive number"
+
+
+def test_a_row_of_a_stack_is_finite_only_if_all_its_tensors_are():
+    weights, counts = torch.ones(4, 2), torch.ones(4, dtype=torch.int64)
+    weights[1, 0], bias = torch.inf, torch.zeros(4, 3)
+    bias[2, 2] = torch.nan
+    stacked = {"w": weights, "b": bias, "n": counts, "empty": torch.zeros(4, 0)}
+    assert find_finite_rows(stacked, 4) == [True, False, False, True]
+    assert find_finite_rows({"n": counts}, 4) == [True] * 4
+
+
+def test_silos_may_send_different_sets_of_tensors():
+    mean = WeightedMean({"w": torch.zeros(2, 3, 2, 2), "b": torch.zeros(2), "n": torch.tensor(0)})
+    mean.add({"w": torch.full((2, 3, 2, 2), 1.0), "b": torch.tensor([1.0, 2.0])}, 1, make_access_row())
+    mean.add({"b": torch.tensor([4.0, 5.0]), "n": torch.tensor(7)}, 2, make_access_row())
+    result = mean.result()
+    assert bool((result["w"] == 1).all())
+    assert result["b"].tolist() == [3.0, 4.0]
+    assert result["n"].item() == 7
+
+
+def test_filters_keep_their_values_and_memory_layout_whatever_layout_a_reply_has():
+    filters = torch.arange(2.0 * 3 * 2 * 5).reshape(2, 3, 2, 5)
+    for previous in (torch.zeros(2, 3, 2, 5), torch.zeros(2, 3, 2, 5).to(memory_format=torch.channels_last)):
+        mean = WeightedMean({"w": previous})
+        mean.add({"w": filters}, 1, make_access_row())
+        mean.add({"w": filters.to(memory_format=torch.channels_last)}, 3, make_access_row())
+        assert torch.equal(mean.result()["w"], filters)
+        assert mean.result()["w"].stride() == previous.stride()

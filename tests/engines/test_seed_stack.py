@@ -19,6 +19,7 @@ from uefl.core.kmeans import kmeans_batch
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked import two_part_tasks
 from uefl.engines.stacked.seed_stack import SeedStack
+from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment.rounds import iterate_rounds
 
 SEEDS = (0, 3)
@@ -85,6 +86,16 @@ def test_silos_of_all_seeds_are_clustered_at_once_but_in_bounded_memory(monkeypa
     assert max(sizes) <= 3
     for seed in SEEDS:
         assert_close(in_parts[seed][0].model_state, together[seed][0].model_state)
+
+
+def test_silos_of_one_server_that_are_encoded_together_end_as_one_by_one(monkeypatch):
+    """As on a GPU, where a run alone also stacks its silos for K-means."""
+    monkeypatch.setattr(StackedEngine, "_can_stack_full_splits", lambda _self, _broadcasts: True)
+    clients = StackedEngine(make_silos(3), make_net(UEFL_METHOD, 3), seed=3, dtype=torch.float64)
+    (server, records), (alone, records_alone) = run_rounds(UEFL_METHOD, clients), run_alone(UEFL_METHOD, 3)
+    assert torch.equal(server.access, alone.access)
+    assert_close(server.model_state, alone.model_state)
+    assert [find_difference(a, b) for a, b in zip(records, records_alone, strict=True)] == [""] * len(records)
 
 
 def test_a_seed_behind_the_others_catches_up_with_the_same_result():

@@ -43,7 +43,7 @@ def encode_features(model: ClientModel, batch: Batch, *, batch_size: int) -> Ten
         "features": features,
         "owners": _find_owners(batch, features.shape[1]),
         "num_codewords": model.extras["num_codewords"],
-        "noise_key": torch.tensor(batch.noise_key),
+        "noise_key": torch.as_tensor(batch.noise_key),
     }
 
 

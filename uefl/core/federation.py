@@ -121,7 +121,8 @@ class Batch(NamedTuple):
     y: Tensor
     step: int | Tensor = 0  # a tensor if stacked clients are at different steps
     epoch: int = 0  # of the local training; always 0 for an update without `per_epoch`
-    noise_key: int = 0  # of a task that needs a full split: its draws, addressed by seed, silo, round, task and split
+    # Of a task that needs a full split: its draws, addressed by seed, silo, round, task and split.
+    noise_key: int | Tensor = 0
     groups: Tensor | None = None  # [n] of a task that needs the full training split, where the silo has groups
 
 
@@ -160,6 +161,7 @@ class Reply(NamedTuple):
     seconds: float = 0.0
     rejected: str = ""
     note: str = ""  # text about this silo for the record
+    is_finite: bool = False  # the engine has found all tensors finite; the server checks other replies itself
 
 
 @dataclass(frozen=True)

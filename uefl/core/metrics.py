@@ -19,7 +19,7 @@ from uefl.core.discrimination import Estimate, auprc, auroc, count_scores, has_b
 from uefl.core.entropy_comparison import count_entropies
 from uefl.core.federation import Batch, ClientModel, Tensors, is_codeword_tensor
 from uefl.core.label_prior import adjust_logits
-from uefl.core.selective_risk import augrc, count_outcomes, risk_at_coverage
+from uefl.core.selective_risk import augrc, count_outcomes, risks_at_coverages
 from uefl.core.temperature import scale_nll, sum_nll_by_temperature
 from uefl.core.uncertainty import Uncertainty, brier_score, compute_uncertainty, ece, nll, reliability_sums
 
@@ -51,9 +51,9 @@ Sums = Mapping[str, Tensor]
 SumFunction = Callable[[BatchOutputs], Tensor]
 
 
-def _mean(name: str) -> Callable[[Sums], Tensor]:
-    """Return a function that divides a sum by the number of examples."""
-    return lambda sums: sums[name] / sums["num_examples"].clamp_min(1)
+def _mean(name: str) -> Callable[[Sums], float]:
+    """Return a function that divides a sum by the number of examples; with numbers, since tensors take much longer."""
+    return lambda sums: float(sums[name]) / max(float(sums["num_examples"]), 1.0)
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,13 @@ def _count_outcomes(b: BatchOutputs) -> Tensor:
     return count_outcomes(b.uncertainty.predictive_entropy, p.argmax(-1) == b.y, p.shape[-1])
 
 
-def _make_risk_metric(percent: int) -> Metric:
+def _make_risk_metric(index: int) -> Metric:
     """Return the point of the risk-coverage curve at which this share of the examples is accepted."""
+    percent, coverages = RISK_COVERAGES[index], tuple(percent / 100 for percent in RISK_COVERAGES)
     return Metric(
         f"risk_at_{percent}",
         f"error rate of the {percent} % most certain predictions",
-        lambda sums: risk_at_coverage(sums[OUTCOME_COUNTS], percent / 100),
+        lambda sums: risks_at_coverages(sums[OUTCOME_COUNTS], coverages)[index],
         better="lower",
         is_quality=True,
     )
@@ -142,7 +143,7 @@ METRICS = (
     Metric(
         "entropy_variance",
         "variance of the predictive entropy over examples",
-        lambda sums: (_mean("entropy_squared")(sums) - _mean("entropy")(sums).square()).clamp_min(0),
+        lambda sums: max(_mean("entropy_squared")(sums) - _mean("entropy")(sums) * _mean("entropy")(sums), 0.0),
         {"entropy_squared": lambda b: b.uncertainty.predictive_entropy.double().square().sum()},
         in_summary=False,
     ),
@@ -155,7 +156,7 @@ METRICS = (
     Metric(
         "mutual_information",
         "mutual information between prediction and model",
-        lambda sums: (_mean("entropy")(sums) - _mean("expected_entropy")(sums)).clamp_min(0),
+        lambda sums: max(_mean("entropy")(sums) - _mean("expected_entropy")(sums), 0.0),
     ),
     Metric(
         "nll",
@@ -202,7 +203,7 @@ METRICS = (
         better="lower",
         is_quality=True,
     ),
-    *map(_make_risk_metric, RISK_COVERAGES),
+    *map(_make_risk_metric, range(len(RISK_COVERAGES))),
     Metric(
         "quantization_error",
         "mean squared distance of features to their codewords",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
+from uefl.core.device_copy import copy_without_waiting
 
 HAS_TRITON = find_spec("triton") is not None  # installed with torch for CUDA, but not on every platform
 _MASK_31_BITS = 0x7FFFFFFF
@@ -96,7 +97,7 @@ def batched_permutations(keys: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return a random order for each key, [m, max(sizes)]: row k begins with `permutation(keys[k], sizes[k])`."""
     n = max(sizes)
     bits = random_bits(keys[:, None], n)
-    is_padding = torch.arange(n, device=keys.device) >= torch.tensor(sizes, device=keys.device)[:, None]
+    is_padding = torch.arange(n, device=keys.device) >= copy_without_waiting(torch.tensor(sizes), keys.device)[:, None]
     return torch.argsort(bits.masked_fill(is_padding, _MASK_31_BITS), dim=1, stable=True)
 
 

@@ -44,17 +44,17 @@ def augrc(counts: Tensor) -> float:
 
 def risk_at_coverage(counts: Tensor, coverage: float) -> float:
     """Return the error rate of the accepted examples if this share of the examples is accepted, most certain first."""
-    wrong, accepted = _cumulate_outcomes(counts)
-    num_accepted = coverage * accepted[-1]
-    # Errors grow linearly within a bin, whose examples are accepted in random order.
-    return float(np.interp(num_accepted, accepted, wrong) / max(num_accepted, 1e-12))
+    return risks_at_coverages(counts, (coverage,))[0]
 
 
 @lru_cache(maxsize=1)  # records have ten points of the curve of the same counts, which are never changed in place
-def _cumulate_outcomes(counts: Tensor) -> tuple[Counts, Counts]:
-    """Return errors and examples up to every bin, from 0 on."""
-    wrong, accepted = _count_wrong_and_all(counts)
-    return np.append(0.0, wrong.cumsum()), np.append(0.0, accepted.cumsum())
+def risks_at_coverages(counts: Tensor, coverages: tuple[float, ...]) -> list[float]:
+    """Return the error rates of the accepted examples at several points of the risk-coverage curve."""
+    wrong, accepted = (np.append(0.0, by_bin.cumsum()) for by_bin in _count_wrong_and_all(counts))
+    num_accepted = np.array(coverages) * accepted[-1]
+    # Errors grow linearly within a bin, whose examples are accepted in random order.
+    risks: list[float] = (np.interp(num_accepted, accepted, wrong) / np.maximum(num_accepted, 1e-12)).tolist()
+    return risks
 
 
 def _count_wrong_and_all(counts: Tensor) -> tuple[Counts, Counts]:

@@ -16,6 +16,7 @@ TEMPERATURES = tuple(
     MIN_TEMPERATURE * (MAX_TEMPERATURE / MIN_TEMPERATURE) ** (i / (NUM_TEMPERATURES - 1))
     for i in range(NUM_TEMPERATURES)
 )
+_BY_DISTANCE_FROM_1 = sorted(range(NUM_TEMPERATURES), key=lambda i: abs(math.log(TEMPERATURES[i])))
 
 
 def sum_nll_by_temperature(p: Tensor, y: Tensor) -> Tensor:
@@ -29,8 +30,7 @@ def sum_nll_by_temperature(p: Tensor, y: Tensor) -> Tensor:
 
 def scale_nll(validation: Tensor, test: Tensor, num_test: float) -> tuple[float, float]:
     """Return the temperature with the lowest validation NLL, and the mean test NLL at it; of equal ones, nearest 1."""
-    by_distance = sorted(range(NUM_TEMPERATURES), key=lambda i: abs(math.log(TEMPERATURES[i])))
-    best = min(by_distance, key=lambda i: float(validation[i]))
+    best = min(_BY_DISTANCE_FROM_1, key=validation.tolist().__getitem__)
     return TEMPERATURES[best], float(test[best]) / max(num_test, 1)
 
 

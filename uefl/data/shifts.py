@@ -7,7 +7,7 @@ Every step maps uint8 pixels to uint8 pixels, so a chain equals its steps applie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ def rotate_images(x: Tensor, degrees: float, mode: str = "bilinear") -> Tensor:
     return _to_uint8(F.grid_sample(flat, grid, mode=mode, padding_mode="zeros", align_corners=False)).reshape(x.shape)
 
 
-def add_noise(x: Tensor, std: float, keys: Sequence[int]) -> Tensor:
+def add_noise(x: Tensor, std: float, keys: Iterable[int]) -> Tensor:
     """Add Gaussian noise with one key per image, so that it does not depend on the other images."""
     noise = torch.stack([normal(key, image.shape) for key, image in zip(keys, x)])
     return _to_uint8(x.float() + std * noise)
@@ -70,7 +70,7 @@ def rotate_hue(x: Tensor, degrees: float) -> Tensor:
     return _to_uint8(torch.einsum("ij,njhw->nihw", rotation, x.float()))
 
 
-ShiftFunction = Callable[[Tensor, list[float], Sequence[int]], Tensor]
+ShiftFunction = Callable[[Tensor, list[float], Iterable[int]], Tensor]
 
 
 class Shift(NamedTuple):
@@ -129,10 +129,17 @@ def apply_shift(x: Tensor, shift: str, seed: int, indices: Tensor) -> Tensor:
         raise InputError(f"shift '{shift}': {color_steps[0]} needs images with 3 channels, but these have {x.shape[1]}")
     for number, (name, values) in enumerate(steps if len(x) else []):
         address = addresses.SHIFTS.get(name, name)
-        keys = [derive_key(seed, addresses.IMAGE_SHIFT, number, address, index) for index in indices.tolist()]
-        blocks = [slice(i, i + _IMAGES_PER_BLOCK) for i in range(0, len(x), _IMAGES_PER_BLOCK)]
-        x = torch.cat([SHIFTS[name].apply(x[block], values, keys[block]) for block in blocks])
+        prefix = (seed, addresses.IMAGE_SHIFT, number, address)
+        blocks = zip(torch.split(x, _IMAGES_PER_BLOCK), torch.split(indices, _IMAGES_PER_BLOCK))
+        x = torch.cat(
+            [SHIFTS[name].apply(images, values, _derive_keys(prefix, own_indices)) for images, own_indices in blocks]
+        )
     return x
+
+
+def _derive_keys(prefix: tuple[int | str, ...], indices: Tensor) -> Iterator[int]:
+    """Yield the noise key of each image; most shifts have no noise and need none."""
+    return (derive_key(*prefix, index) for index in indices.tolist())
 
 
 def describe_shift(shift: str) -> str:

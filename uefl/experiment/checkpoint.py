@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,16 @@ class NamedTensors:
         return tensors
 
 
-def save_checkpoint(path: Path, server: ServerState, client_states: dict[str, Tensors]) -> None:
+def save_checkpoint(
+    path: Path,
+    server: ServerState,
+    client_states: dict[str, Tensors],
+    write: Callable[[Callable[[], None]], None] = lambda save: save(),
+) -> None:
     """Save the server and the client states in one step, and keep the checkpoint before.
 
-    A state that is not finite never replaces a checkpoint.
+    A state that is not finite never replaces a checkpoint. `write` receives a function that saves the copies of all
+    tensors, and calls it now or later.
     """
     for owner, state in (("model", server.model_state), ("method state", server.method_state)):
         if name := find_non_finite(state):
@@ -74,8 +81,8 @@ def save_checkpoint(path: Path, server: ServerState, client_states: dict[str, Te
         "model_state_order": list(server.model_state),
         "method_state_on_device": [name for name, t in server.method_state.items() if t.device.type != "cpu"],
     }
-    keep = RunFolder.get_previous_path(path)
-    save_tensors(path, {RunFolder.ACCESS: server.access, **tensors}, metadata, keep_as=keep)
+    keep, flat = RunFolder.get_previous_path(path), copy_to_host({RunFolder.ACCESS: server.access, **tensors})
+    write(partial(_write_tensors, path, flat, metadata, keep_as=keep))
 
 
 def load_checkpoint(path: Path, device: torch.device | str) -> tuple[ServerState, dict[str, Tensors]]:
@@ -93,9 +100,24 @@ def load_checkpoint(path: Path, device: torch.device | str) -> tuple[ServerState
     return server, {s: {n: t.to(device) for n, t in state.items()} for s, state in tensors.client_states.items()}
 
 
+def copy_to_host(tensors: Tensors) -> Tensors:
+    """Copy tensors to the host's memory, those of one type on a device in one transfer."""
+    copies = {name: t.detach().contiguous().clone() for name, t in tensors.items() if t.device.type == "cpu"}
+    on_device = {name: t.detach() for name, t in tensors.items() if t.device.type != "cpu"}
+    for device, dtype in {(t.device, t.dtype) for t in on_device.values()}:
+        group = {name: t for name, t in on_device.items() if (t.device, t.dtype) == (device, dtype)}
+        joined = torch.cat([t.reshape(-1) for t in group.values()]).cpu()
+        pieces = torch.split(joined, [t.numel() for t in group.values()])
+        copies |= {name: piece.clone().reshape(t.shape) for (name, t), piece in zip(group.items(), pieces)}
+    return {name: copies[name] for name in tensors}
+
+
 def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, Any], *, keep_as: Path | None = None) -> None:
     """Save tensors and JSON values with a checksum as a safetensors file, in one step; `keep_as` keeps the old one."""
-    flat = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    _write_tensors(path, copy_to_host(tensors), metadata, keep_as=keep_as)
+
+
+def _write_tensors(path: Path, flat: Tensors, metadata: dict[str, Any], *, keep_as: Path | None = None) -> None:
     values = {**metadata, CHECKSUM_KEY: compute_checksum(json.dumps(metadata, sort_keys=True), flat)}
     # One text: safetensors writes several in random order, and equal runs must have equal bytes.
     write_bytes(path, save(flat, {METADATA_KEY: json.dumps(values, sort_keys=True)}), keep_as=keep_as)

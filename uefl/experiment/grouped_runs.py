@@ -10,6 +10,7 @@ from pathlib import Path
 
 from uefl.engines.stacked.seed_stack import SeedStack
 from uefl.experiment.experiment import Experiment
+from uefl.experiment.round_writer import BackgroundWriter
 from uefl.experiment.run import (
     Engine,
     Event,
@@ -59,9 +60,13 @@ def run_group(
         on_event(names[0], {"kind": "load", "data": experiments[names[0]].data.name})
         images = experiments[names[0]].data.read_images()
         prepare = partial(prepare_run, device=device, images=images)
-        first = prepare(experiments[names[0]], engine=engine, on_event=lambda _: None)
+        events: list[Event] = []
+        first = prepare(experiments[names[0]], engine=engine, on_event=events.append)
         if first.context.engine == "stacked":
-            runs = {n: prepare(experiments[n], engine="stacked", on_event=partial(on_event, n)) for n in names}
+            for event in events:
+                on_event(names[0], event)
+            others = {n: prepare(experiments[n], engine="stacked", on_event=partial(on_event, n)) for n in names[1:]}
+            runs = {names[0]: first, **others}
             folders: dict[str, Path] = {}
             for group in _group_by_shape(runs):
                 folders |= _run_in_one_stack(group, root, on_event)
@@ -90,7 +95,7 @@ def _run_in_one_stack(
 
         folders[name] = run_with_clients(
             *(prepared.experiment, root, prepared.context, open_clients, partial(on_event, name)),
-            writing=stack.yield_turn,
+            writer=BackgroundWriter(stack.yield_turn),
         )
 
     stack.run([partial(run_seed, name, prepared) for name, prepared in runs.items()])

@@ -10,8 +10,9 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +38,7 @@ from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fing
 from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, explain_write_errors, write_text
 from uefl.experiment.held_out import collect_held_out, save_held_out
 from uefl.experiment.plan import make_plan
+from uefl.experiment.round_writer import RoundWriter
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.silo_models import Description, SiloModels, collect_facts, count_labels, gather_personal_tensors
@@ -224,12 +226,9 @@ def run_with_clients(
     open_clients: Callable[[], AbstractContextManager[Engine]],
     on_event: Listener = lambda _: None,
     *,
-    writing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    writer: RoundWriter | None = None,
 ) -> Path:
-    """Run, resume or find an experiment with any clients; they are opened only if rounds remain.
-
-    `writing` is entered while the files of a round are written.
-    """
+    """Run, resume or find an experiment with any clients; they are opened only if rounds remain."""
     name = f"{experiment.method_name}-{experiment.data.name}-{experiment.run_id(context.fingerprint)}"
     folder = RunFolder(ensure_writable_folder(root / name))
     # The supervisor of a deployed run resumes it by its exit code; elsewhere, a user has to free the disk.
@@ -249,7 +248,7 @@ def run_with_clients(
                 folder.remove_header()
             raise
         with opened as clients:
-            server = run_rounds(experiment, clients, folder, on_event, writing)
+            server = run_rounds(experiment, clients, folder, on_event, writer)
             write_results(folder, experiment, server, clients, context)
     return folder.path
 
@@ -259,7 +258,7 @@ def run_rounds(
     clients: Engine,
     folder: RunFolder,
     on_event: Listener,
-    writing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    writer: RoundWriter | None = None,
 ) -> ServerState:
     """Run the remaining rounds; after each, write its records and then the checkpoint that follows them."""
     method, resumed = experiment.method, _resume(clients, folder, on_event)
@@ -276,17 +275,18 @@ def run_rounds(
             "header": header,
         }
     )
-    started = time.monotonic()
-    for server in iterate_rounds(method, clients, resumed):
-        if server.round == round_number + 1 and server.open_record:  # its metrics come with the next round
-            on_event({"kind": "trained", "round": server.round, "seconds": time.monotonic() - started})
-        for record in server.completed_records:
-            on_event({"kind": "round", "record": record})
-            if "warning" in record:
-                on_event({"kind": "warning", "message": f"round {record['round']}: {record['warning']}"})
-        with writing():
-            records.append_records(folder.records_path, server.completed_records)
-            save_checkpoint(folder.checkpoint_path, server, clients.client_states)
+    started, writer = time.monotonic(), writer or RoundWriter()
+    with writer:
+        for server in iterate_rounds(method, clients, resumed):
+            if server.round == round_number + 1 and server.open_record:  # its metrics come with the next round
+                on_event({"kind": "trained", "round": server.round, "seconds": time.monotonic() - started})
+            for record in server.completed_records:
+                on_event({"kind": "round", "record": record})
+                if "warning" in record:
+                    on_event({"kind": "warning", "message": f"round {record['round']}: {record['warning']}"})
+            writer.wait()
+            writer.submit(partial(records.append_records, folder.records_path, server.completed_records))
+            save_checkpoint(folder.checkpoint_path, server, clients.client_states, writer.submit)
     assert server is not None, "a method has at least one round"
     return server
 

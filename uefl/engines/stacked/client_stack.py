@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from uefl.core.federation import Tensors
+from uefl.core.federation import Tensors, size_in_bytes
 
 
 class ReceivedClient(NamedTuple):
@@ -53,11 +53,10 @@ class ClientStack(NamedTuple):
             client_extras=select_rows(self.client_extras),
         )
 
-    def received_bytes(self, row: int) -> int:
-        """Return the bytes that the silo of a row received."""
-        stacked = [t[row] for tensors in (self.client_received, self.client_extras) for t in tensors.values()]
-        shared = [t for tensors in (self.shared_received, self.shared_extras) for t in tensors.values()]
-        return sum(t.numel() * t.element_size() for t in (*stacked, *shared))
+    def received_bytes(self) -> int:
+        """Return the bytes that each silo received; they are equal, as the shapes of a stack are."""
+        stacked = sum(map(size_in_bytes, (self.client_received, self.client_extras))) // len(self.silo_names)
+        return stacked + sum(map(size_in_bytes, (self.shared_received, self.shared_extras)))
 
 
 def stack_clients(clients: Sequence[ReceivedClient], *, one_server: bool) -> ClientStack:
@@ -82,6 +81,12 @@ def stack_tensors(tensor_dicts: Sequence[Tensors]) -> Tensors:
     return {n: torch.stack([tensors[n] for tensors in tensor_dicts]) for n in tensor_dicts[0]}
 
 
+def unstack_tensors(stacked: Tensors, num_silos: int) -> list[Tensors]:
+    """Return the tensors of each silo, as views."""
+    rows = {n: t.unbind() for n, t in stacked.items()}
+    return [{n: of_silos[i] for n, of_silos in rows.items()} for i in range(num_silos)]
+
+
 def allocate_stack(tensor: Tensor, num_clients: int) -> Tensor:
     """Allocate a stack of tensors of this shape; images and filters with channels last, for fast convolutions."""
     if tensor.dim() == 4:
@@ -97,6 +102,28 @@ def to_slice(indices: list[int]) -> slice | list[int]:
 
 def describe_silos(silo_names: Sequence[str]) -> str:
     return silo_names[0] if len(silo_names) == 1 else f"{len(silo_names)} silos"
+
+
+class BatchSums(NamedTuple):
+    """What some silos of a stack computed from one batch each."""
+
+    split: str
+    rows: list[int]  # of the silos in the stack
+    sums: Tensors  # stacked
+
+
+def add_batch_sums(
+    silo_names: Sequence[str], batches: Sequence[BatchSums], *, on_host: bool
+) -> dict[str, dict[str, Tensors]]:
+    """Return each silo's sums over its batches, by split; with `on_host`, they are copied there."""
+    answers: dict[str, dict[str, Tensors]] = {name: {} for name in silo_names}
+    for split, rows, stacked in batches:
+        sums = copy_to_host(stacked) if on_host else stacked
+        for row, of_silo in zip(rows, unstack_tensors(sums, len(rows))):
+            answer = answers[silo_names[row]]
+            total = answer.get(split)
+            answer[split] = {n: total[n] + t for n, t in of_silo.items()} if total else of_silo
+    return answers
 
 
 def copy_to_host(sums: Tensors) -> Tensors:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 DEVICE_FILLING_ACTIVATIONS = 2**23
 # Activations of all layers for a whole stack; they bound the memory in use.
 MAX_STACK_ACTIVATIONS = {"cuda": 2**30, "cpu": 2**25}
+# Times as many fit without gradients: a layer's activations are then freed when the next layer has used them.
+EVALUATION_FACTOR = {"cuda": 2, "cpu": 1}
 
 
 class ActivationCount(NamedTuple):
@@ -31,11 +33,14 @@ def can_fill_device(activations: ActivationCount, batch_size: int) -> bool:
     return activations.largest_layer * batch_size > DEVICE_FILLING_ACTIVATIONS
 
 
-def compute_stack_size(activations: ActivationCount, batch_size: int, device: str) -> int:
+def compute_stack_size(
+    activations: ActivationCount, batch_size: int, device: str, *, with_gradients: bool = True
+) -> int:
     """Return how many silos to stack at most."""
     if can_fill_device(activations, batch_size):
         return 1
-    return max(1, MAX_STACK_ACTIVATIONS[device] // max(activations.total * batch_size, 1))
+    limit = MAX_STACK_ACTIVATIONS[device] * (1 if with_gradients else EVALUATION_FACTOR[device])
+    return max(1, limit // max(activations.total * batch_size, 1))
 
 
 def count_activations(

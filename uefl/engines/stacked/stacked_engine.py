@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
+from uefl.core.aggregate import find_finite_rows
+from uefl.core.device_copy import copy_without_waiting
 from uefl.core.errors import InputError
 from uefl.core.federation import (
     SPLITS,
     Batch,
     Broadcast,
     ClientModel,
+    ClientTask,
     Evaluations,
     Examples,
     Method,
@@ -45,12 +48,14 @@ from uefl.core.noise import batched_permutations
 from uefl.engines.optimizer_state import OPTIMIZER_CODEWORDS, drop_stale_optimizer_state, list_codeword_indices
 from uefl.engines.serial import SerialEngine, has_torch_dropout, to_channels_last
 from uefl.engines.stacked.client_stack import (
+    BatchSums,
     ClientStack,
     ReceivedClient,
-    copy_to_host,
+    add_batch_sums,
     describe_silos,
     stack_clients,
     to_slice,
+    unstack_tensors,
 )
 from uefl.engines.stacked.compiler import Compiler
 from uefl.engines.stacked.device_buffers import DeviceBuffers
@@ -102,14 +107,22 @@ class StackedEngine(SerialEngine):
         """Run a client task at the participants of one server, or of several servers."""
         client_task = method.client_tasks[task]
         if not client_task.needs_full_split:
-            return self._query_clients(method, task, broadcasts, splits)
+            return self._query_clients(method, task, client_task, broadcasts, splits)
         first_part = client_task._replace(compute=client_task.parts.prepare) if client_task.parts else client_task
+        if client_task.parts and self._can_stack_full_splits(broadcasts):
+            prepared = self._query_clients(method, task, first_part, broadcasts, splits)
+            return iter(sorted(complete_answers(client_task.parts, prepared), key=lambda reply: reply.silo_name))
         replies = (
             reply
             for broadcast in broadcasts
             for reply in self._query_one_by_one(method, task, first_part, broadcast, splits)
         )
         return complete_answers(client_task.parts, replies) if client_task.parts else replies
+
+    def _can_stack_full_splits(self, broadcasts: Sequence[Broadcast]) -> bool:
+        """Return whether silos are stacked in a task that needs a full split; few silos on a CPU gain nothing."""
+        has_groups = any(silo.train_groups is not None for silo in self.silos.values())
+        return (self.device.type == "cuda" or len(broadcasts) > 1) and not has_groups and not self._is_lazy
 
     def release(self) -> None:
         self._buffers.clear()
@@ -128,7 +141,7 @@ class StackedEngine(SerialEngine):
             used_signatures.add(signature)
             return replies
 
-        yield from self._run_stacks(method, broadcasts, method.local.batch_size, fit_stack)
+        yield from self._run_stacks(method, broadcasts, fit_stack, with_gradients=True)
         # Buffers of other shapes are not needed again: codewords were added since.
         self._buffers = {s: buffers for s, buffers in self._buffers.items() if s in used_signatures}
 
@@ -138,15 +151,18 @@ class StackedEngine(SerialEngine):
         """Evaluate and train a stack; return the signature of its buffers and the replies."""
         broadcast, started, names = broadcasts[0], time.perf_counter(), stack.silo_names
         splits, local_splits = (method.eval_splits, method.local_eval_splits) if evaluate else ((), ())
-        received = self._evaluate_stack(method, stack, broadcast.round - 1, splits)
+        # Copied to the host at the end, so that the host does not wait for the device in between.
+        received_sums = self._evaluate_stack(method, stack, broadcast.round - 1, splits)
         self.on_progress(describe_silos(names), "training")
         signature, buffers = self._get_buffers(method, broadcast, stack)
         num_steps = self._train_stack(method, buffers, broadcast)
         self.net.eval()
         extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
-        local = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
+        local_sums = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
         tensors = self._store_client_states(method, buffers, broadcasts, client_states)
         sent = [({}, {}) if broadcast.is_personal else method.pack_reply(*pair) for pair in zip(tensors, extras)]
+        finite, received_bytes = find_finite_rows(buffers.stack.client_tensors, len(names)), stack.received_bytes()
+        received, local = (add_batch_sums(names, sums, on_host=True) for sums in (received_sums, local_sums))
         seconds = (time.perf_counter() - started) / len(names)
         replies = [
             Reply(
@@ -155,37 +171,44 @@ class StackedEngine(SerialEngine):
                 tensors=sent[i][0],
                 evaluations=Evaluations(received[name], local[name]),
                 extras=sent[i][1],
-                received_bytes=stack.received_bytes(i),
+                received_bytes=received_bytes,
                 sent_bytes=sum(map(size_in_bytes, sent[i])),
                 seconds=seconds,
+                is_finite=finite[i] and sent[i][0] is tensors[i] and not sent[i][1],
             )
             for i, name in enumerate(names)
         ]
         return signature, replies
 
     def _query_clients(
-        self, method: Method, task: str, broadcasts: Sequence[Broadcast], splits: Sequence[Split]
+        self,
+        method: Method,
+        task: str,
+        client_task: ClientTask,
+        broadcasts: Sequence[Broadcast],
+        splits: Sequence[Split],
     ) -> Iterator[Reply]:
-        """Run a client task that returns sums, stack by stack."""
+        """Run a client task, whose name is `task`, stack by stack."""
 
         def query_stack(stack: ClientStack) -> list[Reply]:
             started = time.perf_counter()
             self.on_progress(describe_silos(stack.silo_names), task)
-            answers = self._query_stack(method, task, stack, broadcasts[0].round, splits)
-            seconds = (time.perf_counter() - started) / len(stack.silo_names)
+            sums = self._query_stack(method, task, client_task, stack, broadcasts[0].round, splits)
+            answers = add_batch_sums(stack.silo_names, sums, on_host=task == "evaluate")
+            seconds, received_bytes = (time.perf_counter() - started) / len(stack.silo_names), stack.received_bytes()
             return [
                 Reply(
                     silo_name=name,
                     num_examples=len(self.silos[name].train.y),
                     answers=answers[name],
-                    received_bytes=stack.received_bytes(i),
+                    received_bytes=received_bytes,
                     sent_bytes=sum(size_in_bytes(answer) for answer in answers[name].values()),
                     seconds=seconds,
                 )
-                for i, name in enumerate(stack.silo_names)
+                for name in stack.silo_names
             ]
 
-        return self._run_stacks(method, broadcasts, method.local.eval_batch_size, query_stack)
+        return self._run_stacks(method, broadcasts, query_stack, with_gradients=False)
 
     # --- stacks ---------------------------------------------------------------------------------------------------
 
@@ -193,14 +216,15 @@ class StackedEngine(SerialEngine):
         self,
         method: Method,
         broadcasts: Sequence[Broadcast],
-        batch_size: int,
         run_stack: Callable[[ClientStack], list[Reply]],
+        *,
+        with_gradients: bool,
     ) -> Iterator[Reply]:
         """Run all participants, stack by stack; a stack that does not fit into memory is split."""
         done: set[str] = set()
         while True:
             too_large = 0
-            for stack in self._make_stacks(method, broadcasts, batch_size, done):
+            for stack in self._make_stacks(method, broadcasts, done, with_gradients=with_gradients):
                 try:
                     if self._is_lazy:
                         self._load_stack(stack.silo_names)
@@ -235,7 +259,7 @@ class StackedEngine(SerialEngine):
         )
 
     def _make_stacks(
-        self, method: Method, broadcasts: Sequence[Broadcast], batch_size: int, done: Collection[str] = ()
+        self, method: Method, broadcasts: Sequence[Broadcast], done: Collection[str], *, with_gradients: bool
     ) -> Iterator[ClientStack]:
         """Yield stacks of the remaining silos, each of one shape and of limited size, the largest silos first."""
         clients = [
@@ -248,26 +272,34 @@ class StackedEngine(SerialEngine):
         by_shape: dict[Any, list[ReceivedClient]] = {}
         for client in sorted(clients, key=lambda client: (-len(self.silos[client.name].train.y), client.name)):
             by_shape.setdefault(client.shapes(), []).append(client)
-        max_size = self.max_stack_size or compute_stack_size(self._activations, batch_size, self.device.type)
+        max_size = self._choose_stack_size(
+            method.local.batch_size if with_gradients else method.local.eval_batch_size, with_gradients=with_gradients
+        )
         for group in by_shape.values():
             num_stacks = -(-len(group) // max_size)
             size = -(-len(group) // num_stacks)  # as few stacks as possible, of about equal size
             for start in range(0, len(group), size):
                 yield stack_clients(group[start : start + size], one_server=len(broadcasts) == 1)
 
+    def _choose_stack_size(self, batch_size: int, *, with_gradients: bool) -> int:
+        return self.max_stack_size or compute_stack_size(
+            self._activations, batch_size, self.device.type, with_gradients=with_gradients
+        )
+
     def _receive_broadcasts(self, method: Method, broadcast: Broadcast, names: Sequence[str]) -> list[ReceivedClient]:
         """Return what each of these silos has when its round begins."""
         local_names = list(method.client_state_names(self.net))
         received = {n: self._move_tensor(t) for n, t in broadcast.model_state.items() if not is_codeword_tensor(n)}
         extras = {n: to_channels_last(t.to(self.device)) for n, t in broadcast.extras.items()}
+        all_codewords = {n: self._move_tensor(t) for n, t in broadcast.model_state.items() if is_codeword_tensor(n)}
+        gathered: dict[bytes, Tensors] = {}  # silos with equal rows of the ledger share their codewords
         clients = []
         for name in names:
             access_row = broadcast.access[find_row(broadcast.silo_names, name)]
-            codewords = {
-                n: self._move_tensor(t)
-                for n, t in gather_accessible_rows(broadcast.model_state, access_row).items()
-                if is_codeword_tensor(n)
-            }
+            row_bytes = access_row.numpy(force=True).tobytes()
+            if row_bytes not in gathered:
+                gathered[row_bytes] = gather_accessible_rows(all_codewords, access_row)
+            codewords = gathered[row_bytes]
             stored = self.client_states.get(name) or self._make_client_state(method, name)
             stored = drop_stale_optimizer_state(stored, access_row) | self._make_label_state(method, name)
             initial_tensors = self._get_initial_tensors(name)
@@ -437,84 +469,85 @@ class StackedEngine(SerialEngine):
         access_rows = {name: row for b in broadcasts for name, row in zip(b.silo_names, b.access)}
         trained = {n: t.detach().clone() for n, t in buffers.stack.client_tensors.items()}
         stored = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}
+        num_silos = len(buffers.stack.silo_names)
+        stored_rows, local_rows = (
+            unstack_tensors(tensors, num_silos) for tensors in (stored, {n: trained[n] for n in local_names})
+        )
         for i, name in enumerate(buffers.stack.silo_names):
-            stored_i, local_tensors = {n: t[i] for n, t in stored.items()}, {n: trained[n][i] for n in local_names}
-            self.client_states[name] = {**stored_i, **client_states[i], **local_tensors}
+            self.client_states[name] = {**stored_rows[i], **client_states[i], **local_rows[i]}
             if not method.local.reset_optimizer:
                 self.client_states[name][OPTIMIZER_CODEWORDS] = list_codeword_indices(access_rows[name])
-        return [
-            {n: t[i] for n, t in trained.items() if n not in local_names} for i in range(len(buffers.stack.silo_names))
-        ]
+        return unstack_tensors({n: t for n, t in trained.items() if n not in local_names}, num_silos)
 
     # --- evaluation and other queries -------------------------------------------------------------------------------
 
     def _evaluate_stack(
         self, method: Method, stack: ClientStack, round_number: int, splits: Sequence[Split]
-    ) -> dict[str, dict[str, Tensors]]:
+    ) -> list[BatchSums]:
         if splits:
             self.on_progress(describe_silos(stack.silo_names), "evaluating")
-        return self._query_stack(method, "evaluate", stack, round_number, splits)
+        return self._query_stack(method, "evaluate", method.client_tasks["evaluate"], stack, round_number, splits)
 
     def _query_stack(
-        self, method: Method, task: str, stack: ClientStack, round_number: int, splits: Sequence[Split]
-    ) -> dict[str, dict[str, Tensors]]:
-        """Return each silo's sums over batches, by split; metric sums are copied to the host in one transfer."""
-        answers: dict[str, dict[str, Tensors]] = {name: {} for name in stack.silo_names}
+        self,
+        method: Method,
+        task: str,
+        client_task: ClientTask,
+        stack: ClientStack,
+        round_number: int,
+        splits: Sequence[Split],
+    ) -> list[BatchSums]:
+        """Run a client task on all batches of these splits; one that needs a full split gets it as one batch."""
+        batch_sums: list[BatchSums] = []
         self.net.eval()
         for split in splits:
-            batch_slices = [
-                list(iterate_batch_slices(len(self.silos[n].examples(split).y), method.local.eval_batch_size))
-                for n in stack.silo_names
-            ]
+            sizes = [len(self.silos[n].examples(split).y) for n in stack.silo_names]
+            batch_size = max(*sizes, 1) if client_task.needs_full_split else method.local.eval_batch_size
+            batch_slices = [list(iterate_batch_slices(n, batch_size)) for n in sizes]
             for position in range(max(map(len, batch_slices))):
                 rows_by_length: dict[int, list[int]] = {}
                 for row, slices in enumerate(batch_slices):
                     rows_by_length.setdefault(batch_length(slices, position), []).append(row)
                 rows_by_length.pop(0, None)
                 for length, all_rows in rows_by_length.items():
-                    size = self.max_stack_size or compute_stack_size(self._activations, length, self.device.type)
+                    size = self._choose_stack_size(length, with_gradients=False)
                     for rows in (all_rows[k : k + size] for k in range(0, len(all_rows), size)):
                         selected = stack.select(to_slice(rows))
-                        sums = self._compute_sums(method, task, selected, round_number, position, split, length)
-                        sums = copy_to_host(sums) if task == "evaluate" else sums
-                        for i, row in enumerate(rows):
-                            answer = answers[stack.silo_names[row]]
-                            total, batch_sums = answer.get(split), {n: t[i] for n, t in sums.items()}
-                            answer[split] = {n: total[n] + t for n, t in batch_sums.items()} if total else batch_sums
-        return answers
+                        purpose = addresses.TASKS.get(task, task)
+                        keys = [
+                            self._derive_key(n, round_number, position, purpose, split) for n in selected.silo_names
+                        ]
+                        first = position * batch_size
+                        sums = self._compute_sums(client_task, keys, selected, split, position, first, length)
+                        batch_sums.append(BatchSums(split, rows, sums))
+        return batch_sums
 
     def _compute_sums(
         self,
-        method: Method,
-        task: str,
+        client_task: ClientTask,
+        noise_keys: Sequence[int],
         stack: ClientStack,
-        round_number: int,
-        position: int,
         split: Split,
+        position: int,
+        first: int,
         length: int,
     ) -> Tensors:
-        """Run a client task on the batch at a position of each silo, all of the same length."""
-        first = position * method.local.eval_batch_size
+        """Run a client task on `length` examples of each silo from `first` on, its batch at this position."""
         starts = self._to_device([first + offset for offset in self._data.offsets(split, stack.silo_names)])
         x, y = self._data.gather_batch(split, starts[:, None] + torch.arange(length, device=self.device))
-        purpose = addresses.TASKS.get(task, task)
-        keys = self._to_device(
-            [self._derive_key(name, round_number, position, purpose, split) for name in stack.silo_names]
-        )
+        keys = self._to_device(noise_keys)
 
-        def compute(model: ClientModel, x: Tensor, y: Tensor) -> Tensors:
+        def compute(model: ClientModel, x: Tensor, y: Tensor, noise_key: Tensor) -> Tensors:
             with self._autocast():
-                sums: Tensors = method.client_tasks[task].compute(model, Batch(x, y, position))
+                sums: Tensors = client_task.compute(model, Batch(x, y, position, noise_key=noise_key))
             return sums
 
         with torch.no_grad():
-            stacked_sums: Tensors = self._mapper.call_for_silos(stack, keys, compute, x, y)
+            stacked_sums: Tensors = self._mapper.call_for_silos(stack, keys, compute, x, y, keys)
         return stacked_sums
 
     def _to_device(self, numbers: Any) -> Tensor:
-        """Copy numbers to the device from pinned memory, so that the host does not wait."""
-        tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return tensor.to(self.device, non_blocking=True)
+        return copy_without_waiting(torch.tensor(numbers, dtype=torch.int64), self.device)
 
 
 compiled_engine = partial(StackedEngine, use_compiler=True)
