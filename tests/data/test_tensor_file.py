@@ -76,7 +76,7 @@ def test_a_run_of_the_command_line_resumes_to_the_same_bits(tmp_path):
     assert call_cli(*settings, "--out", str(tmp_path / "whole")).code == 0
     command = [sys.executable, "-m", "uefl.cli.main", *settings, "--out", str(tmp_path / "resumed")]
     stop = "import uefl.experiment.run as r, os\nsave = r.save_checkpoint\n"
-    stop += "def stop(path, server, states):\n    save(path, server, states)\n    server.round == 2 and os._exit(9)\n"
+    stop += "def stop(path, server, *rest):\n    save(path, server, *rest)\n    server.round == 2 and os._exit(9)\n"
     stop += f"r.save_checkpoint = stop\nimport sys\nsys.argv = {command[2:]!r}\n"
     stop += "from uefl.cli.main import main\nmain()\n"
     assert subprocess.run([sys.executable, "-c", stop], check=False).returncode == 9, "stopped after round 2"
