@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 RECORDS, PAGE = Path("results/joining.jsonl"), Path("docs/joining-study.md")
 DEFAULT, PARTS = "join", ("join, own codewords", "join, own head")
+DIVIDING_OPTIONS = ("--seeds", "--ways", "--counts", "--workers", "--out")  # they divide the work, or name a file
 COUNTS = (25, 50, 100, 500, 2000)  # labeled examples; as many as there are
 WAYS = {
     "shared model": "UEFL of the other silos, nothing trained",
@@ -126,5 +129,18 @@ def render_setup(records: list[dict[str, Any]], heading: str, joins: tuple[str, 
     if chosen := Counter(r["head"] for r in records if r["way"] == DEFAULT):
         listed = ", ".join(f"{head} {count}" for head, count in sorted(chosen.items()))
         lines += ["", f"Classifiers that were chosen: {listed}."]
-    commands = dict.fromkeys(f"`{r['command']}`" for r in records)
-    return [*lines, "", f"Commands: {', '.join(commands)}."]
+    return [*lines, "", f"Commands: {', '.join(summarize_commands(records))}."]
+
+
+def summarize_commands(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the commands without options that only divide the work: ways, counts and seeds of one table are joined."""
+    seeds: dict[str, set[int]] = {}
+    for record in records:
+        words, kept = iter(shlex.split(record["command"])), []
+        for word in words:
+            if word in DIVIDING_OPTIONS:
+                next(words)
+            else:
+                kept.append(word)
+        seeds.setdefault(shlex.join(kept), set()).add(record["seed"])
+    return [f"`{command} --seeds {','.join(map(str, sorted(own)))}`" for command, own in seeds.items()]

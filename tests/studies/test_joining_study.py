@@ -97,6 +97,17 @@ def test_stacks_and_parallel_processes_measure_what_single_tasks_measure(tmp_pat
         assert abs(stacked[key]["accuracy"] - record["accuracy"]) * record["num_test"] < 1.5, key
 
 
+def test_commands_that_divide_the_work_are_one_command() -> None:
+    base = "python -m studies.joining run hospitals"
+    divided = [
+        (f"{base} --seeds 31,30 --ways 'join;local-only' --counts 25,50", 30),
+        (f"{base} --seeds 31,30 --workers 2", 31),
+        (f"{base} --seeds 7 --device cuda", 7),
+    ]
+    records = [{"command": command, "seed": seed} for command, seed in divided]
+    assert joining_page.summarize_commands(records) == [f"`{base} --seeds 30,31`", f"`{base} --device cuda --seeds 7`"]
+
+
 @pytest.mark.records
 def test_the_page_is_made_from_the_records(tmp_path: Path) -> None:
     joining.page(records_path=ROOT / joining.RECORDS, out=tmp_path / "page.md")
