@@ -32,6 +32,7 @@ from studies.after_training import (
 )
 from studies.uncertainty_test import compute_interval
 from uefl.core.drift import Array, compare_examples
+from uefl.core.errors import unknown_value_error
 from uefl.core.noise import derive_key, permutation
 from uefl.data.shifts import apply_shift
 from uefl.experiment.held_out import measure_examples
@@ -167,6 +168,7 @@ def _print_progress(done: int, total: int) -> None:
 def run_study(
     data: Annotated[str, typer.Option(help=f"One of: {', '.join(SETUPS)}.")] = "digits",
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    methods: Annotated[str, typer.Option(help="uefl, fedavg, or both separated by a comma.")] = "uefl,fedavg",
     unchanged_repeats: Annotated[int, typer.Option(help="Draws of unchanged images per silo and size.")] = 100,
     changed_repeats: Annotated[int, typer.Option(help="Draws of changed images per silo, change and size.")] = 20,
     runs: Annotated[Path, typer.Option(help="Folder of trained runs.")] = Path("runs/after-training"),
@@ -176,8 +178,10 @@ def run_study(
 ) -> None:
     """Train the methods and count alarms."""
     repeats = {True: unchanged_repeats, False: changed_repeats}
-    setup = find_setup(data)
-    missing = list_missing(out, data, ("uefl", "fedavg"), parse_seeds(seeds))
+    setup, chosen = find_setup(data), tuple(methods.split(","))
+    if unknown := [method for method in chosen if method not in ("uefl", "fedavg")]:
+        raise unknown_value_error("method", unknown[0], ("uefl", "fedavg"))
+    missing = list_missing(out, data, chosen, parse_seeds(seeds))
     train_in_parallel(setup, missing, runs, device, workers)
     for method, seed in missing:
         print(f"{method}, seed {seed}", flush=True)
