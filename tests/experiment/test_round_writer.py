@@ -23,7 +23,7 @@ def test_files_are_written_later_but_in_order():
         writer.submit(lambda: go.wait(10) and written.append(0))
         for i in range(1, 5):
             writer.submit(lambda i=i: written.append(i))
-        assert written == [], "nobody waits for the disk yet"
+        assert written == [], "no thread waits for the disk yet"
         go.set()
         writer.wait()
         assert written == [0, 1, 2, 3, 4]
