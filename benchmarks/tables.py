@@ -83,8 +83,13 @@ def render_columns(benchmark: str, kind: str, columns: Mapping[str, str], head: 
         own = [r for r in records if r["contender"] == contender]
         values = [next((r for r in own if str(r["quantity"]).startswith(text)), None) for text in columns]
         if all(values):
-            rows.append([contender, *(f"{r['value']:.3g}" for r in values if r)])
+            rows.append([contender, *(format_value(r["value"]) for r in values if r)])
     return f"{describe_run(records[0])}\n\n{render_table([head, *columns.values()], rows)}"
+
+
+def format_value(value: float) -> str:
+    """Return three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def render_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
