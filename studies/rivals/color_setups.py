@@ -59,7 +59,7 @@ PRETRAINED_ROWS: Mapping[str, Row] = {
 PRETRAINED: dict[str, Any] = {
     "local": LocalTraining(optimizer="adam", batch_size=64, epochs=2, eval_batch_size=512),
     "rounds": {"rounds": 6, "extra_rounds": 3, "iterations": 3, "evaluate_local": False, "evaluate_every": 1000},
-    "schedules": (*list_schedules(3e-5, 1e-4, 3e-4)[3:], Schedule(schedule="constant", lr=1e-4)),
+    "schedules": (*list_schedules(3e-5, 1e-4, 3e-4, 1e-3)[4:], Schedule(schedule="constant", lr=1e-4)),
     "rows": PRETRAINED_ROWS,
     "seeds": SEEDS[:5],
     "trial_seeds": TRIAL_SEEDS[:1],  # these networks are large

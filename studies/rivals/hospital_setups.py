@@ -97,6 +97,18 @@ def make_linear_trial(label: str, decay: float = 0.01, epochs: int = 5, **fields
     return make_hospital_trial(label, decay=decay, optimizer="adam", epochs=epochs, **settings)
 
 
+def make_gated_trial(decay: float, gate: float, dropout: float = 0.0) -> Trial:
+    """Return UEFL with a linear classifier on the columns, a fixed part of which codewords replace."""
+    label = f"dropout {dropout:g}" if dropout else "no dropout"
+    return make_linear_trial(
+        f"linear, L2 {decay:g}, 5 epochs, {label}, fixed gate {gate:g}",
+        decay,
+        gate="fixed",
+        gate_value=gate,
+        model={**LOGISTIC, "dropout": dropout},
+    )
+
+
 DROPOUT = {"dropout": 0.5}
 LINEAR = {**LOGISTIC, "dropout": 0.1}
 HOSPITAL_VARIANTS: Sequence[tuple[str, dict[str, Any], dict[str, Any]]] = (
@@ -163,15 +175,10 @@ HOSPITAL_SEARCH: Mapping[str, Row] = {
             make_linear_trial("linear, L2 0.01, 5 epochs, no own codewords", extend="none"),
             make_linear_trial("linear, L2 0.01, 5 epochs, no dropout", model=LOGISTIC),
             *(
-                make_linear_trial(
-                    f"linear, L2 {decay:g}, 5 epochs, no dropout, fixed gate {gate:g}",
-                    decay,
-                    gate="fixed",
-                    gate_value=gate,
-                    model=LOGISTIC,
-                )
-                for decay, gate in ((0.01, 0.1), (0.01, 0.25), (0.01, 0.5), (0.003, 0.25))
+                make_gated_trial(decay, gate)
+                for decay, gate in ((0.01, 0.1), (0.01, 0.25), (0.01, 0.5), (0.003, 0.25), (0.003, 0.1), (0.03, 0.1))
             ),
+            *(make_gated_trial(decay, 0.1, dropout=0.1) for decay in (0.003, 0.01, 0.03)),
             *(
                 make_hospital_trial(
                     f"dropout .5, L2 {decay:g}, 5 epochs", decay=decay, optimizer="adam", epochs=5, model=DROPOUT
@@ -236,6 +243,7 @@ HOSPITALS = Setup(
     rounds={"rounds": 10, "extra_rounds": 5, "iterations": 3, "evaluate_local": False, "evaluate_every": 1000},
     schedules=(Schedule(schedule="cosine", lr=1e-3),),
     folds=5,
+    seeds=tuple(range(110, 120)),  # the folds of seeds 100 to 109 were seen before UEFL's trials were chosen
     search=HOSPITAL_SEARCH,
     rows={
         "Prevalence only": Row(method="local-only", trials=(NO_WEIGHTS,)),
@@ -257,12 +265,7 @@ HOSPITALS = Setup(
         "Ditto": Row(method="ditto", trials=list_method_trials("lam", (0.01, 0.1, 1.0, 3.0))),
         UEFL: Row(
             method="uefl",
-            trials=(
-                make_hospital_trial("gate from .75, 5 epochs", epochs=5, model=DROPOUT, gate_value=0.75),
-                make_hospital_trial("gate from .5, 5 epochs", epochs=5, model=DROPOUT),
-                make_hospital_trial("gate from .5, 10 epochs", epochs=10, model=DROPOUT),
-                make_hospital_trial("gate from .5, 5 epochs, dropout .6", epochs=5, model={"dropout": 0.6}),
-            ),
+            trials=tuple(make_gated_trial(decay, 0.1, dropout) for dropout in (0.1, 0.0) for decay in (0.01, 0.003)),
         ),
     },
 )
