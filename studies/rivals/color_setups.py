@@ -87,7 +87,7 @@ COLOR_SETUPS: Mapping[str, Setup] = {
         model=ModelConfig(width=16, hidden_size=128),
         local=LocalTraining(optimizer="adam", batch_size=64, epochs=2, eval_batch_size=512),
         rounds={"rounds": 10, "extra_rounds": 5, "iterations": 3, "evaluate_local": False, "evaluate_every": 1000},
-        schedules=list_schedules(1e-3, 3e-3, 1e-2),
+        schedules=list_schedules(3e-4, 1e-3, 3e-3, 1e-2),
         rows={name: IMAGE_ROWS[name] for name in (FEDAVG, "FedBN", "FedAvg, fine-tuned", "Local-only", UEFL)},
     ),
 }
