@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +18,11 @@ from typing import NamedTuple
 from benchmarks.digits import load_digits, make_silos
 from benchmarks.harness import OURS, Measurement, Options, report_missing
 from benchmarks.peers.workload import save_silos
+from uefl.core.federation import Silo
 from uefl.engines.processes.worker_pool import choose_num_workers
 
 SERIAL = f"{OURS}, one process"
+NO_EXCHANGE = f"{OURS}, no exchange"  # as many processes, each with its silos alone: what the machine can do at best
 
 
 class Federation(NamedTuple):
@@ -54,9 +57,11 @@ def run(options: Options) -> Iterator[Measurement]:
         contenders = make_contenders(num_workers)
         seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
         accuracies: dict[str, list[str]] = {}
+        alone = list[float]()
         with tempfile.TemporaryDirectory() as folder:
             file, weights = Path(folder) / "silos.safetensors", Path(folder) / "weights.safetensors"
-            save_silos(make_silos(load_digits(options.data), *federation), file)
+            silos = make_silos(load_digits(options.data), *federation)
+            save_silos(silos, file)
             for _ in range(options.repeats):
                 for contender, (program, arguments) in contenders.items():
                     measured = time_rounds([*program, str(file), str(rounds), "float32", str(weights), *arguments])
@@ -64,12 +69,15 @@ def run(options: Options) -> Iterator[Measurement]:
                         raise RuntimeError(f"{contender} ended after {len(measured.ends)} of {rounds} rounds")
                     seconds[contender].append(measured.later_round)
                     accuracies[contender] = measured.accuracies
+                alone.append(time_without_exchange(silos, num_workers, rounds, Path(folder)))
         if accuracies[OURS] != accuracies[SERIAL]:
             raise RuntimeError(f"processes and serial differ: {accuracies[OURS]} and {accuracies[SERIAL]}")
         for contender in contenders:
             workers = 1 if contender == SERIAL else num_workers
             note = f"workers {workers}, median of {rounds - 1} rounds per run, accuracy {accuracies[contender][-1]}"
             yield Measurement(contender, f"{name}: one later round", "s", seconds[contender], note)
+        note = f"workers {num_workers}, the slowest process, median of {rounds - 1} rounds"
+        yield Measurement(NO_EXCHANGE, f"{name}: one later round", "s", alone, note)
 
 
 def make_contenders(num_workers: int) -> dict[str, tuple[list[str], list[str]]]:
@@ -87,6 +95,18 @@ def make_contenders(num_workers: int) -> dict[str, tuple[list[str], list[str]]]:
         report_missing(missing)
         del contenders[missing]
     return contenders
+
+
+def time_without_exchange(silos: Sequence[Silo], num_workers: int, rounds: int, folder: Path) -> float:
+    """Divide the silos among processes that know nothing of each other; return the time of the slowest one."""
+    commands = []
+    for i in range(num_workers):
+        file = folder / f"part-{i}.safetensors"
+        save_silos(silos[i::num_workers], file)
+        program = [sys.executable, "-m", "benchmarks.peers.run_uefl"]
+        commands.append([*program, str(file), str(rounds), "float32", str(folder / f"weights-{i}.safetensors")])
+    with ThreadPoolExecutor(num_workers) as pool:
+        return max(measured.later_round for measured in pool.map(time_rounds, commands))
 
 
 def time_rounds(command: list[str]) -> Rounds:
