@@ -41,6 +41,7 @@ def test_rounds_and_the_shared_model_are_those_of_fedavg(codebook):
     assert have_equal_bits(tuned.server.model_state, fedavg.server.model_state)
     earlier, earlier_of_fedavg = ([drop_seconds(r) for r in run.records[:-1]] for run in (tuned, fedavg))
     assert earlier == earlier_of_fedavg
+    assert [r.get("is_fine_tuned") for r in tuned.records] == [*[None] * len(earlier), True]
     assert tuned.records[-1]["silos"]["silo 0"]["nll"] != fedavg.records[-1]["silos"]["silo 0"]["nll"]
     for state in tuned.clients.client_states.values():
         codewords = {n: t for n, t in state.items() if is_codeword_tensor(n)}

@@ -151,6 +151,18 @@ def test_the_summary_is_the_mean_of_the_last_five_the_last_and_the_best_by_valid
     assert summary["kmeans_seconds"] == 3.5
 
 
+def test_after_fine_tuning_a_summary_is_that_of_the_fine_tuned_models_alone():
+    """Rounds before it have another model, whose accuracy must neither raise nor lower the mean."""
+    records = [make_record(i + 1, {"ada": a}, (v,)) for i, (a, v) in enumerate(((0.2, 0.9), (0.3, 0.8), (0.6, 0.7)))]
+    records[-1]["is_fine_tuned"] = True
+    summary = summarize_records(records, {"ada": "x"})
+    for aggregation in ("last", "mean of last 5", "best by validation"):
+        assert summary[aggregation]["mA"] == pytest.approx(0.6)
+        assert summary[aggregation]["round"] == [3]
+    assert summary["validation_accuracy"] == pytest.approx(0.7)
+    assert summary["bytes_up"] == 30
+
+
 def test_codewords_of_a_summary_are_those_of_the_last_round():
     records = [make_record(i + 1, {"ada": 0.5}, (0.5,)) for i in range(3)]
     for record, num_codewords in zip(records, (3, 3, 9)):

@@ -39,7 +39,8 @@ class FineTuning(FedAvg):
             is_personal=True,
         )
         replies = list(clients.fit(self, broadcast, evaluate=False))
-        return record_rejections(record_query_cost(server, replies, time.perf_counter() - started), replies)
+        server = record_rejections(record_query_cost(server, replies, time.perf_counter() - started), replies)
+        return server.replace(open_record={**server.open_record, "is_fine_tuned": True})
 
     def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
         if not broadcast.is_personal:
