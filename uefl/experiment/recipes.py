@@ -34,7 +34,7 @@ DEFAULT_CODEBOOK: dict[str, Any] = {
     "commitment_weight": 0.05,
     "codeword_gradient": "task",
     "gate": "learned",
-    "gate_value": 0.5,
+    "gate_value": 0.25,
     "min_standard_errors": 0.0,
 }
 
