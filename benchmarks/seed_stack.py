@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu_rounds import profile_kernels
 from benchmarks.harness import Measurement, Options, measure_interleaved
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import run_group
@@ -31,10 +30,6 @@ def run(options: Options) -> Iterator[Measurement]:
         seconds = measure_interleaved(contenders, options, warm_up=False)
         for contender, values in seconds.items():
             yield Measurement(contender, f"{method}, whole run", options.time_unit, values)
-        few_rounds = replace(experiment, method=replace(experiment.method, rounds=6, iterations=1))
-        for contender, row in rows.items() if options.on_cuda else ():
-            work = partial(run_in_new_folder, few_rounds, row, options.device)
-            yield from profile_kernels(contender, f"{method}, run of six rounds", work, options)
 
 
 def run_in_new_folder(experiment: Experiment, seeds: tuple[int, ...], device: str) -> None:
