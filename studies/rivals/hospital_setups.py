@@ -250,7 +250,12 @@ HOSPITALS = Setup(
         "Logistic regression, local": Row(method="local-only", trials=list_l2_regressions(0.01, 0.03, 0.1, 0.3)),
         "Logistic regression, FedAvg": Row(method="fedavg", trials=list_l2_regressions(0.003, 0.01, 0.03, 0.1)),
         "Logistic regression, FedAvg, fine-tuned": Row(
-            method="fine-tuning", trials=list_l2_regressions(0.003, 0.01, 0.03, 0.1, fine_tuning_epochs=5)
+            method="fine-tuning",
+            trials=tuple(
+                replace(t, label=f"{t.label}{label}", model={**LOGISTIC, "dropout": dropout})
+                for dropout, label in ((0.0, ""), (0.1, ", dropout .1"))
+                for t in list_l2_regressions(0.003, 0.01, fine_tuning_epochs=5)
+            ),
         ),
         "Logistic regression, centralized": Row(
             method="centralized", trials=list_l2_regressions(0.001, 0.003, 0.01, 0.03)
