@@ -53,15 +53,20 @@ def test_the_log_has_the_table_of_all_trials() -> None:
     assert render_trials(records) in (ROOT / "docs" / "log.md").read_text()
 
 
+def select_labels(data: str, beginning: str) -> list[str]:
+    return [label for label in TRIALS[data] if label.startswith(beginning)]
+
+
 @pytest.mark.records
 @pytest.mark.parametrize(
     ("data", "row", "candidates"),
     [
-        ("hospitals", "logistic regression alone", [f"logistic regression alone, ridge {r}" for r in (1, 3, 10)]),
-        ("hospitals", "fedavg", ["FedAvg, dropout .1, no logit adjustment", "FedAvg, dropout .5"]),
-        ("hospitals", "uefl", [label for label in TRIALS["hospitals"] if label.startswith("UEFL")]),
+        ("hospitals", "logistic regression alone", select_labels("hospitals", "logistic regression alone, ")),
+        ("hospitals", "fedavg", [f"FedAvg of logistic regression, L2 {w:g}" for w in (0.003, 0.01, 0.03)]),
+        ("hospitals", "fine-tuned fedavg", [x for x in select_labels("hospitals", "FedAvg") if "fine-tuned" in x]),
+        ("hospitals", "uefl", select_labels("hospitals", "UEFL")),
         ("digits, less time", "fedavg", list(TRIALS["digits, less time"])),
-        ("digits, codebook", "uefl", [label for label in TRIALS["digits, codebook"] if label.startswith("UEFL")]),
+        ("digits, codebook", "uefl", select_labels("digits, codebook", "UEFL")),
         ("digits, codebook", "fine-tuned fedavg", ["FedAvg, fine-tuned", "FedAvg, fine-tuned, 10 epochs"]),
     ],
 )

@@ -13,7 +13,9 @@ from uefl.experiment.repeats import Comparison, compare_repeats
 
 _FASTER = "evaluate_every=1000 evaluate_local=false"  # only decisions and the last round are shown
 _HEART = f"heart validation_fraction=0.2 logit_adjustment=local {_FASTER}"
-_LOGISTIC = "encoder=identity hidden_size=0 dropout=0 feature_norm=none local.lr=0.03 weight_decay=3"
+_LINEAR = "encoder=identity hidden_size=0 feature_norm=none optimizer=adam local.lr=0.03"
+_LOGISTIC = f"{_LINEAR} dropout=0"
+_CODEBOOK = "num_codewords=16 segments=1 gate=fixed gate_value=0.1"  # a tenth of a patient's columns is the codeword's
 _DROPOUT = "dropout=0.5 weight_decay=0.1"
 _DIGITS = (
     "mnist5k num_silos=3,1,1 image_size=14 train_per_silo=600 test_per_silo=400 validation_fraction=0.25 rounds=7 "
@@ -25,11 +27,11 @@ NUM_FOLDS = 5
 HOSPITALS = Comparison(
     title="Heart disease in four hospitals, 920 patients",
     arguments={
-        "logistic regression alone": f"local-only {_HEART} {_LOGISTIC}",
+        "logistic regression alone": f"local-only {_HEART} {_LOGISTIC} weight_decay=0.03",
         "local-only": f"local-only {_HEART} {_DROPOUT}",
-        "fedavg": f"fedavg {_HEART} {_DROPOUT}",
-        "fine-tuned fedavg": f"fine-tuning {_HEART} {_DROPOUT} {_TUNING}",
-        "uefl": f"uefl {_HEART} {_DROPOUT} gate_value=0.75 {_TUNING}",
+        "fedavg": f"fedavg {_HEART} {_LOGISTIC} weight_decay=0.01",
+        "fine-tuned fedavg": f"fine-tuning {_HEART} {_LINEAR} dropout=0.1 weight_decay=0.003 {_TUNING}",
+        "uefl": f"uefl {_HEART} {_LINEAR} dropout=0.1 weight_decay=0.01 {_CODEBOOK} {_TUNING}",
     },
     repeats=[f"fold={i}/{NUM_FOLDS}" for i in range(1, NUM_FOLDS + 1)],
     unit="folds",
@@ -40,7 +42,7 @@ DIGITS = Comparison(
     arguments={
         "fedavg": f"fedavg {_DIGITS}",
         "fine-tuned fedavg": f"fine-tuning {_DIGITS} {_TUNING}",
-        "uefl": f"uefl {_DIGITS} gate_value=0.25 {_TUNING}",
+        "uefl": f"uefl {_DIGITS} gate_value=0.1 {_TUNING}",
     },
     repeats=[f"seed={i}" for i in range(3)],
     unit="seeds",
