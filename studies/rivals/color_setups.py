@@ -48,9 +48,9 @@ PRETRAINED_ROWS: Mapping[str, Row] = {
                 label, epochs, batch_norm="average", model=model, num_codewords=0, segments=0, gate_value=gate_value
             )
             for label, epochs, model, gate_value in (
-                ("gate from .5", 0, {}, 0.5),
-                ("gate from .5, 5 epochs", 5, {}, 0.5),
-                ("gate from .5, no layer norm, 5 epochs", 5, NO_NORM, 0.5),
+                ("gate from .1", 0, {}, 0.1),
+                ("gate from .1, 5 epochs", 5, {}, 0.1),
+                ("gate from .25, 5 epochs", 5, {}, 0.25),
                 ("gate from .25, no layer norm, 10 epochs", 10, NO_NORM, 0.25),
             )
         ),

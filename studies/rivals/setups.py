@@ -9,6 +9,7 @@ from typing import Any
 from studies.rivals.color_setups import COLOR_SETUPS
 from studies.rivals.hospital_setups import HOSPITALS
 from studies.rivals.trials import (
+    FEDAVG,
     IMAGE_ROWS,
     NO_NORM,
     UEFL,
@@ -16,6 +17,7 @@ from studies.rivals.trials import (
     Schedule,
     Setup,
     Trial,
+    list_tuning_trials,
     make_uefl_trial,
 )
 from uefl.core.local import LocalTraining
@@ -84,32 +86,29 @@ FASHION_TRIALS = tuple(
     )
 )
 
-# UEFL's best trial was not shown to be "not below" FedAvg. What is tried next, with the same options for FedAvg.
-_LOW_GATE: dict[str, Any] = {"batch_norm": "average", "num_codewords": 256, "segments": 4, "gate_value": 0.1}
-FASHION_SEARCH: Mapping[str, Row] = {
-    "FedAvg": Row(
-        method="fine-tuning",
-        trials=tuple(
-            Trial(label=f"{e} epochs{label}", method={"fine_tuning_epochs": e}, model=model)
-            for e in (0, 1, 2)
-            for label, model in (("", {}), (", no layer norm", NO_NORM))
-        ),
-    ),
+# UEFL's best trial was not shown to be "not below" FedAvg, so a second table has other trials and other fresh seeds.
+# In the first, five epochs of fine-tuning raise accuracy and NLL: here there are one or two, for FedAvg too.
+BRIEF_TUNING_ROWS: Mapping[str, Row] = {
+    FEDAVG: IMAGE_ROWS[FEDAVG],
+    "FedAvg, fine-tuned": Row(method="fine-tuning", trials=list_tuning_trials((1, 2))),
     UEFL: Row(
         method="uefl",
-        trials=(
-            *(
-                make_uefl_trial(f"gate from .1, {e} epochs{label}", e, model=model, **_LOW_GATE)
-                for e in (0, 1, 2)
-                for label, model in (("", {}), (", no layer norm", NO_NORM))
-            ),
-            *(
-                make_uefl_trial(f"fixed gate {gate:g}", 0, **{**_LOW_GATE, "gate": "fixed", "gate_value": gate})
-                for gate in (0.05, 0.1)
-            ),
-            make_uefl_trial("gate from .1, 1 × 1024", 0, **{**_LOW_GATE, "num_codewords": 1024, "segments": 1}),
-            make_uefl_trial("gate from .1, 8 × 256", 0, **{**_LOW_GATE, "segments": 8}),
-            make_uefl_trial("gate from .1, commitment .25", 0, **_LOW_GATE, commitment_weight=0.25),
+        trials=tuple(
+            make_uefl_trial(
+                f"{gate} gate .1, {batch_norm} batch norm, epochs: {epochs}",
+                epochs,
+                batch_norm=batch_norm,
+                num_codewords=256,
+                segments=4,
+                gate=gate,
+                gate_value=0.1,
+            )
+            for gate, batch_norm, epochs in (
+                ("learned", "average", 1),
+                ("learned", "average", 2),
+                ("fixed", "average", 1),
+                ("learned", "personal", 1),
+            )
         ),
     ),
 }
@@ -138,7 +137,17 @@ SETUPS: Mapping[str, Setup] = {
         data=get_default_config("fmnist"),
         schedules=(*ROTATED.schedules, *(Schedule(schedule=s, lr=3e-2) for s in ("constant", "cosine"))),
         rows={**IMAGE_ROWS, UEFL: Row(method="uefl", trials=FASHION_TRIALS)},
-        search=FASHION_SEARCH,
+        search={},
+    ),
+    "fashion-again": replace(
+        ROTATED,
+        title="Fashion-MNIST again: brief fine-tuning, other fresh seeds",
+        data=get_default_config("fmnist"),
+        schedules=(Schedule(schedule="constant", lr=0.01),),  # chosen in the first table
+        rows=BRIEF_TUNING_ROWS,
+        search={},
+        seeds=tuple(range(110, 120)),
+        receivers=(),
     ),
     "hospitals": HOSPITALS,
     **COLOR_SETUPS,

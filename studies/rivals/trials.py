@@ -110,11 +110,11 @@ NORM_TRIALS = (  # of methods without a setting of their own
 )
 
 
-def list_tuning_trials(**fields: Any) -> tuple[Trial, ...]:
+def list_tuning_trials(epochs: Sequence[int] = (5, 10), **fields: Any) -> tuple[Trial, ...]:
     """Return fine-tuning with two numbers of epochs, with and without layer norm."""
     return tuple(
         Trial(label=f"{e} epochs{label}", method={"fine_tuning_epochs": e, **fields}, model=model)
-        for e in (5, 10)
+        for e in epochs
         for label, model in (("", {}), (", no layer norm", NO_NORM))
     )
 
