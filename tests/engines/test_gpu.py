@@ -23,6 +23,7 @@ from uefl.core.local import LocalTraining
 from uefl.core.noise import derive_key, normal, permutation, random_bits
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked.stacked_engine import StackedEngine
+from uefl.engines.stacked.vmap_overrides import VmapOverrides
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
 from uefl.models.network import Net
 
@@ -231,6 +232,21 @@ def test_stacked_convolutions_equal_single_ones(
     single = (each, *torch.autograd.grad(each, inputs, dy.double()))
     for tensor, expected in zip(stacked, single):
         assert (tensor.double() - expected).norm() / expected.norm() < (2e-3 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize(("c", "k", "padding"), [(3, 7, 3), (16, 3, 1), (64, 1, 0)])
+def test_stacked_convolutions_with_a_stride_equal_single_ones(c: int, k: int, padding: int) -> None:
+    shapes = {"x": (3, 5, c, 18, 18), "w": (3, 24, c, k, k), "b": (3, 24)}
+    inputs = [normal(derive_key(n), shape).cuda().requires_grad_() for n, shape in shapes.items()]
+    convolve = partial(F.conv2d, stride=2, padding=padding)
+    with VmapOverrides(use_triton=True):
+        y = torch.func.vmap(convolve)(*inputs)
+    dy = normal(derive_key("slope"), y.shape).cuda()
+    stacked = (y, *torch.autograd.grad(y, inputs, dy))
+    each = torch.stack([convolve(*(t[i].double() for t in inputs)) for i in range(3)])
+    single = (each, *torch.autograd.grad(each, inputs, dy.double()))
+    for tensor, expected in zip(stacked, single):
+        assert (tensor.double() - expected).norm() / expected.norm() < 2e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -28,9 +28,9 @@ POSITIONS_PER_PART = 4096
 def _forward_kernel(
     x, w, bias, y, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD: tl.constexpr, BIAS: tl.constexpr,
-    WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FLIPPED: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """y [G,B,P,Q,OUT] = columns of x [G,B,H,W,C] times w [G,k,OUT]."""
+    """y [G,B,P,Q,OUT] = columns of x [G,B,H,W,C] times w [G,OUT,k], or with FLIPPED times w [G,C,k'] turned around."""
     g = tl.program_id(1).to(tl.int64)
     blocks: tl.constexpr = (OUT + BN - 1) // BN
     K: tl.constexpr = ROWS * COLUMNS * C
@@ -44,18 +44,22 @@ def _forward_kernel(
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
+        if FLIPPED:  # input and output channels exchanged, rows and columns reversed
+            source = w + ((k % C * ROWS * COLUMNS + ROWS * COLUMNS - 1 - k // C) * OUT)[:, None] + n[None, :]
+        else:
+            source = w + k[:, None] + n[None, :] * K
         if WIDE:  # a block of k is within one position of the filter
             position = start // C
             i, j = top + position // COLUMNS, left + position % COLUMNS
             ok = inside & (i >= 0) & (i < H) & (j >= 0) & (j < W)
             offset = ((b * H + i) * W + j) * C + start % C
             columns = tl.load(x + offset[:, None] + tl.arange(0, BK)[None, :], mask=ok[:, None], other=0.0)
-            filters = tl.load(w + k[:, None] * OUT + n[None, :], mask=n[None, :] < OUT, other=0.0)
+            filters = tl.load(source, mask=n[None, :] < OUT, other=0.0)
         else:
             i, j = top[:, None] + (k // C // COLUMNS)[None, :], left[:, None] + (k // C % COLUMNS)[None, :]
             ok = inside[:, None] & (k < K)[None, :] & (i >= 0) & (i < H) & (j >= 0) & (j < W)
             columns = tl.load(x + ((b[:, None] * H + i) * W + j) * C + (k % C)[None, :], mask=ok, other=0.0)
-            filters = tl.load(w + k[:, None] * OUT + n[None, :], mask=(k < K)[:, None] & (n < OUT)[None, :], other=0.0)
+            filters = tl.load(source, mask=(k < K)[:, None] & (n < OUT)[None, :], other=0.0)
         total = tl.dot(columns, filters, total)
     if BIAS:
         total += tl.load(bias + g * OUT + n, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
@@ -67,82 +71,112 @@ def _forward_kernel(
 def _filter_gradient_kernel(
     x, dy, dw, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TAPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dw [S,G,k,OUT] = transposed columns of x [G,B,H,W,C] times dy [G,B,P,Q,OUT], over S parts of the positions."""
-    g, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    blocks: tl.constexpr = (OUT + BN - 1) // BN
+    """dw [S,G,OUT,k] = dy [G,B,P,Q,OUT], transposed, times the columns of x [G,B,H,W,C], over S parts of the positions.
+
+    A program computes TAPS neighboring positions of the filters, 1 or 3, which share the gradients. Offsets are
+    computed per position, not per element, and channels are read as they lie in memory.
+    """
+    g, part, block = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.program_id(0)
+    n_blocks: tl.constexpr = (OUT + BN - 1) // BN
+    c_blocks: tl.constexpr = (C + BC - 1) // BC
     K: tl.constexpr = ROWS * COLUMNS * C
-    k = (tl.program_id(0) // blocks) * BK + tl.arange(0, BK)
-    n = (tl.program_id(0) % blocks) * BN + tl.arange(0, BN)
+    n = (block % n_blocks) * BN + tl.arange(0, BN)
+    c = (block // n_blocks % c_blocks) * BC + tl.arange(0, BC)
+    tap = block // (n_blocks * c_blocks) * TAPS
+    row, column = tap // COLUMNS - PAD, tap % COLUMNS - PAD
     x += g * B * H * W * C
-    dw += (part * tl.num_programs(1) + g) * K * OUT
     dy += g * B * P * Q * OUT
-    row, column, channel = k // C // COLUMNS - PAD, k // C % COLUMNS - PAD, k % C
-    total = tl.zeros((BK, BN), tl.float32)
+    dw += (part * tl.num_programs(1) + g) * K * OUT
+    first, second, third = (
+        tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32), tl.zeros((BN, BC), tl.float32)
+    )  # fmt: skip
     for start in range(0, PART, BM):
         m = part * PART + start + tl.arange(0, BM)
         inside = m < B * P * Q
-        i, j = ((m // Q) % P)[None, :] + row[:, None], (m % Q)[None, :] + column[:, None]
-        ok = inside[None, :] & (k < K)[:, None] & (i >= 0) & (i < H) & (j >= 0) & (j < W)
-        offset = (((m // (P * Q))[None, :] * H + i) * W + j) * C + channel[:, None]
-        columns = tl.load(x + offset, mask=ok, other=0.0)
+        i, j = (m // Q) % P + row, m % Q + column
+        ok = (inside & (i >= 0) & (i < H))[:, None] & (c < C)[None, :]
+        source = x + ((m // (P * Q) * H + i) * W + j)[:, None] * C + c[None, :]
         gradients = tl.load(dy + m[:, None] * OUT + n[None, :], mask=inside[:, None] & (n < OUT)[None, :], other=0.0)
-        total = tl.dot(columns, gradients, total)
-    tl.store(dw + k[:, None] * OUT + n[None, :], total, mask=(k < K)[:, None] & (n < OUT)[None, :])
+        gradients = tl.trans(gradients)
+        columns = tl.load(source, mask=ok & ((j >= 0) & (j < W))[:, None], other=0.0)
+        first = tl.dot(gradients, columns, first)
+        if TAPS == 3:
+            columns = tl.load(source + C, mask=ok & ((j >= -1) & (j < W - 1))[:, None], other=0.0)
+            second = tl.dot(gradients, columns, second)
+            columns = tl.load(source + 2 * C, mask=ok & ((j >= -2) & (j < W - 2))[:, None], other=0.0)
+            third = tl.dot(gradients, columns, third)
+    target = dw + n[:, None] * K + (tap * C + c)[None, :]
+    valid = (n < OUT)[:, None] & (c < C)[None, :]
+    tl.store(target, first, mask=valid)
+    if TAPS == 3:
+        tl.store(target + C, second, mask=valid)
+        tl.store(target + 2 * C, third, mask=valid)
 
 
-def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, kernel_size: tuple[int, int], padding: int) -> Tensor:
-    """Convolve x [G,B,H,W,C] with w [G,k,O], both contiguous: [G,B,P,Q,O]."""
-    (groups, b, h, width, c), o = x.shape, w.shape[-1]
-    p, q = h + 2 * padding - kernel_size[0] + 1, width + 2 * padding - kernel_size[1] + 1
+def choose_block(size: int, largest: int = 64) -> int:
+    """Return the number of channels or filters of a program: a power of 2 that a matrix product supports."""
+    block: int = triton.next_power_of_2(size)
+    return min(largest, max(16, block))
+
+
+def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, padding: int, *, flipped: bool = False) -> Tensor:
+    """Convolve x [G,B,H,W,C] with w [G,O,r,s,C], or x [G,B,H,W,O] with w turned around: [G,B,P,Q,O or C]."""
+    (groups, b, h, width, c), (rows, columns), o = x.shape, w.shape[2:4], w.shape[4 if flipped else 1]
+    p, q = h + 2 * padding - rows + 1, width + 2 * padding - columns + 1
     y = x.new_empty(groups, b, p, q, o)
-    bm, bn = 128, min(64, max(16, triton.next_power_of_2(o)))
-    bk = 64 if c % 64 == 0 and x.dtype == torch.bfloat16 else 32
+    is_bfloat16 = x.dtype == torch.bfloat16
+    bn, bk = choose_block(o, 128 if is_bfloat16 and o % 128 == 0 else 64), 64 if is_bfloat16 and c % 64 == 0 else 32
+    bm = 64 if bn == 128 and b * p * q <= 2048 else 128  # few positions: more programs
     grid = (triton.cdiv(b * p * q, bm) * triton.cdiv(o, bn), groups)
     _forward_kernel[grid](
-        x, w, y if bias is None else bias, y, b, h, width, c, p, q, o, *kernel_size, padding, bias is not None,
-        c % bk == 0, bm, bn, bk, num_warps=4, num_stages=3,
+        x, w, y if bias is None else bias, y, b, h, width, c, p, q, o, rows, columns, padding, bias is not None,
+        flipped, c % bk == 0, bm, bn, bk, num_warps=4, num_stages=3,
     )  # fmt: skip
     return y
 
 
 class StackedConvolution(torch.autograd.Function):
-    """Convolve x [G,B,C,H,W] with w [G,O,C,r,s] at stride 1: [G,B,O,P,Q] with channels last in memory."""
+    """Convolve x [G,B,C,H,W] with w [G,O,C,r,s] at stride 1: [G,B,O,P,Q] with channels last in memory.
+
+    If the channels of x and w are last in memory, as the engine stores them, nothing is copied but to another type.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, padding: int, dtype: torch.dtype) -> Tensor:
-        groups, o, _, rows, columns = w.shape
         images = x.to(dtype).permute(0, 1, 3, 4, 2).contiguous()
-        filters = w.to(dtype).permute(0, 3, 4, 2, 1).reshape(groups, -1, o).contiguous()
-        ctx.save_for_backward(images, w)
-        ctx.padding, ctx.dtypes = padding, (x.dtype, None if bias is None else bias.dtype)
-        return _convolve(images, filters, bias, (rows, columns), padding).permute(0, 1, 4, 2, 3)
+        filters = w.to(dtype).permute(0, 1, 3, 4, 2).contiguous()
+        ctx.save_for_backward(images, filters)
+        ctx.padding, ctx.dtypes = padding, (x.dtype, w.dtype, None if bias is None else bias.dtype)
+        return _convolve(images, filters, bias, padding).permute(0, 1, 4, 2, 3)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        images, w = ctx.saved_tensors
-        groups, o, c, rows, columns = w.shape
+        images, filters = ctx.saved_tensors
+        groups, o, rows, columns, c = filters.shape
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
         gradients = dy.to(images.dtype).permute(0, 1, 3, 4, 2).contiguous()
         dx = dbias = None
-        if ctx.needs_input_grad[0]:  # the convolution of the gradients with flipped filters
-            flipped = w.to(images.dtype).flip(3, 4).permute(0, 3, 4, 1, 2).reshape(groups, -1, c).contiguous()
-            dx = _convolve(gradients, flipped, None, (rows, columns), rows - 1 - ctx.padding)
-            dx = dx.permute(0, 1, 4, 2, 3).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[0]:  # the convolution of the gradients with the filters turned around
+            dx = _convolve(gradients, filters, None, rows - 1 - ctx.padding, flipped=True)
+            dx = dx.permute(0, 1, 4, 2, 3).to(x_dtype)
         _, b, p, q, _ = gradients.shape
         parts = triton.cdiv(b * p * q, POSITIONS_PER_PART)
-        dw = torch.empty(parts, groups, rows * columns * c, o, dtype=torch.float32, device=w.device)
-        bn, bk = min(64, max(16, triton.next_power_of_2(o))), 64
-        grid = (triton.cdiv(rows * columns * c, bk) * triton.cdiv(o, bn), groups, parts)
+        dw = torch.empty(parts, *filters.shape, dtype=torch.float32, device=filters.device)
+        bn, bc = choose_block(o), choose_block(c)
+        taps = 3 if columns == 3 and bn * bc <= 1024 else 1  # three larger sums do not fit into registers
+        bm, num_warps = (32, 1) if bn * bc <= 256 else (64, 4)
+        grid = (rows * columns // taps * triton.cdiv(c, bc) * triton.cdiv(o, bn), groups, parts)
         _filter_gradient_kernel[grid](
             images, gradients, dw, b, *images.shape[2:4], c, p, q, o, rows, columns, ctx.padding, POSITIONS_PER_PART,
-            64, bn, bk, num_warps=4, num_stages=3,
+            taps, bm, bn, bc, num_warps=num_warps, num_stages=3,
         )  # fmt: skip
-        dw = dw.sum(0).reshape(groups, rows, columns, c, o).permute(0, 4, 3, 1, 2).to(w.dtype)
-        if ctx.dtypes[1] is not None:
-            dbias = gradients.sum((1, 2, 3), dtype=torch.float32).to(ctx.dtypes[1])
-        return dx, dw, dbias, None, None
+        total = dw[0] if parts == 1 else dw.sum(0)
+        if bias_dtype is not None:
+            dbias = gradients.sum((1, 2, 3), dtype=torch.float32).to(bias_dtype)
+        return dx, total.permute(0, 1, 4, 2, 3).to(w_dtype), dbias, None, None
 
 
 class VmapConvolution(torch.autograd.Function):
@@ -181,11 +215,18 @@ class VmapConvolution(torch.autograd.Function):
 def is_supported(
     x: Tensor, w: Tensor, _bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> bool:
-    """Return whether the kernels support this convolution: stride 1, one group, equal padding on all sides."""
+    """Return whether the kernels support this convolution: one group, equal stride and padding on all sides."""
 
-    def is_one(value: Any) -> bool:
-        return value in (1, (1, 1))
+    def is_even(value: Any) -> bool:
+        return isinstance(value, int) or (isinstance(value, tuple) and len(value) == 2 and value[0] == value[1])
 
     square = w.shape[2] == w.shape[3]
-    even = isinstance(padding, int) or (isinstance(padding, tuple) and len(padding) == 2 and padding[0] == padding[1])
-    return x.dim() == 4 and groups == 1 and is_one(stride) and is_one(dilation) and even and square
+    return x.dim() == 4 and groups == 1 and dilation in (1, (1, 1)) and is_even(stride) and is_even(padding) and square
+
+
+def convolve(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, dtype: torch.dtype) -> Tensor:
+    """Convolve with the kernels. A stride drops results, or images before filters of one pixel: networks have few."""
+    if stride > 1 and w.shape[-1] == 1 and padding == 0:
+        x, stride = x[..., ::stride, ::stride], 1
+    y: Tensor = VmapConvolution.apply(x, w, bias, padding, dtype)
+    return y if stride == 1 else y[..., ::stride, ::stride]

@@ -35,12 +35,12 @@ class VmapOverrides(TorchFunctionMode):
             return batch_norm(*args, **(kwargs or {}), use_triton=self.use_triton)
         autocast_dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         if self.use_triton and func is torch.conv2d and not is_differentiated(*args, *(kwargs or {}).values()):
-            from uefl.engines.stacked.convolution import VmapConvolution, is_supported  # needs Triton
+            from uefl.engines.stacked.convolution import convolve, is_supported  # needs Triton
 
             x, w, bias, stride, padding, *others = bind_conv2d_arguments(*args, **(kwargs or {}))
             if is_supported(x, w, bias, stride, padding, *others):
-                padding = padding if isinstance(padding, int) else padding[0]
-                return VmapConvolution.apply(x, w, bias, padding, autocast_dtype or w.dtype)  # type: ignore[no-untyped-call]
+                stride, padding = (value if isinstance(value, int) else value[0] for value in (stride, padding))
+                return convolve(x, w, bias, stride, padding, autocast_dtype or w.dtype)
         if func in CONVOLUTIONS and autocast_dtype:  # autocast does not convert the bias under `vmap`
             args, kwargs = tree_map(lambda t: t.to(autocast_dtype) if isinstance(t, Tensor) else t, (args, kwargs))
             with torch.autocast("cuda", enabled=False):
