@@ -249,6 +249,21 @@ def test_stacked_convolutions_with_a_stride_equal_single_ones(c: int, k: int, pa
         assert (tensor.double() - expected).norm() / expected.norm() < 2e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(8, 8), (7, 9), (2, 2)])
+def test_stacked_max_pooling_equals_that_of_torch_with_equal_maxima_too(
+    size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    whole = torch.relu(3 * normal(derive_key("x"), (3, 4, 5, *size))).round().cuda().to(dtype).requires_grad_()
+    with VmapOverrides(use_triton=True):
+        y = torch.func.vmap(nn.MaxPool2d(2))(whole)
+    assert "StackedMaxPool" in type(y.grad_fn).__name__
+    expected = torch.stack([F.max_pool2d(x, 2) for x in whole])
+    dy = normal(derive_key("slope"), y.shape).cuda().to(dtype)
+    assert torch.equal(y, expected)
+    assert torch.equal(*(torch.autograd.grad(result, whole, dy)[0] for result in (y, expected)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("b", "c", "size"), [(5, 20, 7), (40, 16, 28), (3, 130, 4)])
 def test_stacked_batch_norms_equal_single_ones(b: int, c: int, size: int, dtype: torch.dtype) -> None:

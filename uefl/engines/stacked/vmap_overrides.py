@@ -20,8 +20,8 @@ CONVOLUTIONS = (
 class VmapOverrides(TorchFunctionMode):
     """Within this context, compute batch norm by basic operations, since torch's needs the memory layout of its input.
 
-    With `use_triton`, convolutions that `convolution.py` supports use its kernels, and batch norm of images in training
-    those of `batch_norm.py`.
+    With `use_triton`, convolutions and max-pooling that `convolution.py` and `pooling.py` support use their kernels,
+    and batch norm of images in training those of `batch_norm.py`.
     """
 
     def __init__(self, *, use_triton: bool) -> None:
@@ -33,6 +33,11 @@ class VmapOverrides(TorchFunctionMode):
     ) -> Any:
         if func is F.batch_norm:
             return batch_norm(*args, **(kwargs or {}), use_triton=self.use_triton)
+        if func is F.max_pool2d and self.use_triton and not is_differentiated(*args, *(kwargs or {}).values()):
+            from uefl.engines.stacked import pooling  # needs Triton
+
+            if pooling.is_supported(*args, **(kwargs or {})):
+                return pooling.VmapMaxPool.apply(args[0])  # type: ignore[no-untyped-call]
         autocast_dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         if self.use_triton and func is torch.conv2d and not is_differentiated(*args, *(kwargs or {}).values()):
             from uefl.engines.stacked.convolution import convolve, is_supported  # needs Triton
