@@ -89,7 +89,9 @@ class SeedStack:
     def __init__(self, **engine_settings: Any) -> None:
         self.device = torch.device(engine_settings.get("device", "cpu"))
         self._engine_settings = engine_settings
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of what follows, except the turn
+        self._requested = threading.Condition(self._lock)  # the main thread waits for it
+        self._answered = threading.Condition(self._lock)  # the threads of seeds wait for it
         self._turn = threading.Lock()  # one seed's server at a time: libraries have global state, such as generators
         self._requests: dict[SeedClients, Request] = {}
         self._replies: dict[SeedClients, list[Reply]] = {}
@@ -112,7 +114,7 @@ class SeedStack:
         tensors = {name: t.clone() for name, t in net.state_dict().items()}
         silos = sorted(silos, key=lambda silo: silo.name)
         clients = SeedClients(self, seed, silos, net, tensors, self.device, while_waiting)
-        with self._changed:
+        with self._lock:
             self._members.append(clients)
         return clients
 
@@ -140,13 +142,13 @@ class SeedStack:
     def wait_for_replies(self, clients: SeedClients, request: Request) -> list[Reply]:
         """Hand in a request of a seed's server and wait for its replies."""
         with self.yield_turn():
-            with self._changed:
+            with self._lock:
                 self._requests[clients] = request
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_device_busy or clients in self._replies or self._is_stopped)
+                self._requested.notify()
+                self._answered.wait_for(lambda: self._is_device_busy or clients in self._replies or self._is_stopped)
             clients.while_waiting()
-            with self._changed:
-                self._changed.wait_for(lambda: clients in self._replies or self._is_stopped)
+            with self._lock:
+                self._answered.wait_for(lambda: clients in self._replies or self._is_stopped)
         if clients not in self._replies:
             raise SeedStackStopped
         return self._replies.pop(clients)
@@ -173,20 +175,21 @@ class SeedStack:
             self._errors.append(error)
             self._stop()
         finally:
-            with self._changed:
+            with self._lock:
                 self._running -= 1
-                self._changed.notify_all()
+                self._requested.notify()
 
     def _stop(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
-            self._changed.notify_all()
+            self._requested.notify()
+            self._answered.notify_all()
 
     def _wait_for_requests(self) -> dict[SeedClients, Request]:
         """Wait until every seed has a request; return those that are furthest behind. None are left at the end."""
-        with self._changed:
+        with self._lock:
             while len(self._requests) < self._running and not self._is_stopped:
-                self._changed.wait(timeout=1.0)  # with a timeout, so that Ctrl-C is noticed
+                self._requested.wait(timeout=1.0)  # with a timeout, so that Ctrl-C is noticed
             if self._is_stopped or not self._requests:
                 return {}
             first = min(self._requests.values(), key=Request.key)
@@ -200,15 +203,15 @@ class SeedStack:
         if self._engine is None:
             self._engine = SeedStackEngine(self._members, self._note_busy_device, **self._engine_settings)
         replies = self._engine.answer(requests)
-        with self._changed:
+        with self._lock:
             self._is_device_busy = False
             self._replies.update(replies)
-            self._changed.notify_all()
+            self._answered.notify_all()
 
     def _note_busy_device(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_device_busy = True
-            self._changed.notify_all()
+            self._answered.notify_all()
 
 
 class SeedStackEngine(StackedEngine):
