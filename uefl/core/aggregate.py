@@ -16,6 +16,14 @@ from uefl.core.device_copy import copy_without_waiting
 from uefl.core.federation import Reply, Tensors, is_codeword_tensor
 
 
+class PackedTensors(dict[str, Tensor]):
+    """Tensors of a reply that are views of vectors: each has all tensors of one type but codewords, sorted by name."""
+
+    def __init__(self, tensors: Tensors, vectors: dict[tuple[str, ...], Tensor]) -> None:
+        super().__init__(tensors)
+        self.vectors = vectors  # by the names in them, with the channels of filters last
+
+
 class WeightedMean:
     """A running weighted mean of replies; its memory does not depend on the number of silos.
 
@@ -31,15 +39,11 @@ class WeightedMean:
 
     def add(self, tensors: Tensors, weight: float, access_row: Tensor) -> None:
         """Add one silo's tensors; `access_row` tells which codewords they contain."""
-        groups: dict[torch.dtype, list[str]] = {}
-        for name in tensors:
-            if is_codeword_tensor(name):
-                self._add_codewords(name, tensors[name], weight, access_row)
-            else:
-                groups.setdefault(self.previous[name].dtype, []).append(name)
-        for group in groups.values():
-            names = tuple(sorted(group))
-            vector = torch.cat([flatten_channels_last(tensors[name]) for name in names]).double()
+        for name in filter(is_codeword_tensor, tensors):
+            self._add_codewords(name, tensors[name], weight, access_row)
+        vectors = tensors.vectors if isinstance(tensors, PackedTensors) else join_by_type(tensors, self.previous)
+        for names, values in vectors.items():
+            vector = values.double()
             vector *= weight
             if names not in self.sums:
                 self.sums[names], self.total_weights[names] = torch.zeros_like(vector), 0.0
@@ -88,6 +92,23 @@ class WeightedMean:
         views = [move_channels_last(t) for t in targets.values()]
         torch._foreach_copy_(views, [piece.view(view.shape) for piece, view in zip(pieces, views)])
         return targets
+
+
+def join_by_type(tensors: Tensors, like: Mapping[str, Tensor]) -> dict[tuple[str, ...], Tensor]:
+    """Return the vectors of `PackedTensors`, by the types of tensors of the same names."""
+    return {
+        names: torch.cat([flatten_channels_last(tensors[name]) for name in names])
+        for names in group_by_type({name: like[name] for name in tensors})
+    }
+
+
+def group_by_type(tensors: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """Return the sorted names of all tensors but codewords, those of one type together."""
+    groups: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        if not is_codeword_tensor(name):
+            groups.setdefault(tensor.dtype, []).append(name)
+    return [tuple(sorted(names)) for names in groups.values()]
 
 
 def move_channels_last(tensor: Tensor) -> Tensor:
