@@ -123,16 +123,17 @@ def flatten_channels_last(tensor: Tensor) -> Tensor:
 
 def find_reply_error(reply: Reply, model_state: Tensors, access_row: Tensor) -> str:
     """Return why a reply must not be averaged, or an empty string."""
-    num_codewords = int(access_row.sum())
-    expected = {n: (num_codewords, *t.shape[1:]) if is_codeword_tensor(n) else t.shape for n, t in model_state.items()}
     if not 0 < reply.num_examples < math.inf:
         return f"num_examples={reply.num_examples} is not a positive number"
-    if set(reply.tensors) != set(expected):
-        name = min(set(reply.tensors) ^ set(expected))
-        return f"tensor {name} is {'missing' if name in expected else 'not expected'}"
+    if reply.tensors.keys() != model_state.keys():
+        name = min(reply.tensors.keys() ^ model_state.keys())
+        return f"tensor {name} is {'missing' if name in model_state else 'not expected'}"
     for name, tensor in reply.tensors.items():
-        if tensor.shape != expected[name]:
-            return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name])}"
+        expected = model_state[name].shape
+        if is_codeword_tensor(name):
+            expected = torch.Size((int(access_row.sum()), *expected[1:]))
+        if tensor.shape != expected:
+            return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)}"
     name = "" if reply.is_finite else find_non_finite({**reply.extras, **reply.tensors})
     return f"{name} is not finite" if name else ""
 
