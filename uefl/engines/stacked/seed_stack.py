@@ -222,7 +222,7 @@ class SeedStackEngine(StackedEngine):
         self._numbers = {member: number for number, member in enumerate(members)}
         self._owners = {self._label(m, silo.name): (m, silo.name) for m in members for silo in m.silos}
         silos = [replace(silo, name=self._label(m, silo.name)) for m in members for silo in m.silos]
-        self._stateless: set[str] = set()  # labels of silos whose method has no client state
+        self._stateless: list[Method] = []  # methods whose clients have no state
         super().__init__(silos, members[0].net, **settings)
 
     def answer(self, requests: Mapping[SeedClients, Request]) -> dict[SeedClients, list[Reply]]:
@@ -266,12 +266,12 @@ class SeedStackEngine(StackedEngine):
         return derive_key(clients.seed, silo_name, *address)
 
     def _make_client_state(self, method: Method, name: str) -> Tensors:
-        if name in self._stateless:
+        if method in self._stateless:
             return {}
         copy_into_network(self.net, self._get_initial_tensors(name))
         client_state = super()._make_client_state(method, name)
         if not client_state:
-            self._stateless.add(name)
+            self._stateless.append(method)
         return client_state
 
     def _label(self, clients: SeedClients, silo_name: str) -> str:

@@ -162,7 +162,8 @@ class StackedEngine(SerialEngine):
         local_sums = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
         tensors = self._store_client_states(method, buffers, broadcasts, client_states)
         sent = [({}, {}) if broadcast.is_personal else method.pack_reply(*pair) for pair in zip(tensors, extras)]
-        finite, received_bytes = find_finite_rows(buffers.stack.client_tensors, len(names)), stack.received_bytes()
+        received_bytes, sent_bytes = stack.received_bytes(), [sum(map(size_in_bytes, pair)) for pair in sent]
+        finite = find_finite_rows(buffers.stack.client_tensors, len(names))  # the host waits for the device from here
         received, local = (add_batch_sums(names, sums, on_host=True) for sums in (received_sums, local_sums))
         seconds = (time.perf_counter() - started) / len(names)
         replies = [
@@ -173,7 +174,7 @@ class StackedEngine(SerialEngine):
                 evaluations=Evaluations(received[name], local[name]),
                 extras=sent[i][1],
                 received_bytes=received_bytes,
-                sent_bytes=sum(map(size_in_bytes, sent[i])),
+                sent_bytes=sent_bytes[i],
                 seconds=seconds,
                 is_finite=finite[i] and sent[i][0] is tensors[i] and not sent[i][1],
             )
