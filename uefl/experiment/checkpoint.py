@@ -113,16 +113,15 @@ def start_copy_to_host(tensors: Tensors) -> Callable[[], Tensors]:
     """
     copies = {name: t.detach().contiguous().clone() for name, t in tensors.items() if t.device.type == "cpu"}
     on_device = {name: t.detach() for name, t in tensors.items() if t.device.type != "cpu"}
-    groups: list[tuple[Tensors, torch.Tensor]] = []
+    groups: list[tuple[Tensors, torch.Tensor, torch.cuda.Event]] = []
     for device, dtype in {(t.device, t.dtype) for t in on_device.values()}:
         group = {name: t for name, t in on_device.items() if (t.device, t.dtype) == (device, dtype)}
-        groups.append((group, torch.cat([t.reshape(-1) for t in group.values()]).to("cpu", non_blocking=True)))
-    copied = torch.cuda.current_stream().record_event() if groups else None
+        joined = torch.cat([t.reshape(-1) for t in group.values()]).to("cpu", non_blocking=True)
+        groups.append((group, joined, torch.cuda.current_stream(device).record_event()))
 
     def end_copy() -> Tensors:
-        if copied:
+        for group, joined, copied in groups:
             copied.synchronize()
-        for group, joined in groups:
             pieces = torch.split(joined, [t.numel() for t in group.values()])
             copies.update({name: piece.clone().reshape(t.shape) for (name, t), piece in zip(group.items(), pieces)})
         return {name: copies[name] for name in tensors}
