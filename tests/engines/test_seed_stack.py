@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -115,6 +116,36 @@ def test_a_seed_behind_the_others_catches_up_with_the_same_result():
     stack.run([partial(run_seed, 0, 3), partial(run_seed, 3, 0)])
     for seed in (0, 3):
         assert_close(servers[seed].model_state, run_alone(method, seed)[0].model_state)
+
+
+def test_work_for_later_is_done_while_the_device_trains(monkeypatch):
+    """Both seeds work after the steps of a round are queued, and before the round ends with replies."""
+    method, stack = replace(make_short_method(FedAvg), rounds=1, iterations=1), SeedStack(dtype=torch.float64)
+    events: list[str] = []
+    have_both_worked = threading.Event()
+    train, finish = StackedEngine._train_stack, StackedEngine._finish_stack
+
+    def train_stack(*args: Any) -> Any:
+        num_steps = train(*args)
+        events.append("queued")
+        return num_steps
+
+    def finish_stack(*args: Any) -> Any:
+        assert have_both_worked.wait(20)
+        return finish(*args)
+
+    def work() -> None:
+        events.append("work")
+        if events.count("work") == len(SEEDS):
+            have_both_worked.set()
+
+    def run_seed(seed: int) -> None:
+        run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed, work))
+
+    monkeypatch.setattr(StackedEngine, "_train_stack", train_stack)
+    monkeypatch.setattr(StackedEngine, "_finish_stack", finish_stack)
+    stack.run([partial(run_seed, seed) for seed in SEEDS])
+    assert events[:3] == ["queued", "work", "work"]
 
 
 def test_an_error_of_one_seed_stops_the_others():

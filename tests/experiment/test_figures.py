@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from harness import make_clients, make_method, run_rounds
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 from uefl.experiment import figures
-from uefl.experiment.figures import plot_silos
+from uefl.experiment.figures import draw_curves, plot_curves, plot_silos
 
 
 @pytest.fixture
@@ -44,6 +45,23 @@ def test_bars_decision_and_reliability_are_those_of_the_records(drawn: list[Figu
     assert bars.get_xlim() == decision.get_xlim(), "a silo stands at the same place in both"
     uncertain = [line.get_marker() == "D" for line in decision.lines if line.get_marker() in ("o", "D")]
     assert uncertain == [last["silos"][silo]["is_uncertain"] for silo in silos]
+
+
+def test_curves_do_not_depend_on_those_that_were_drawn_before(tmp_path: Path) -> None:
+    runs = {"fedavg": run_records("fedavg"), "uefl": run_records("uefl", codebook=True)}
+    cases = ({"fedavg": runs["fedavg"]}, runs, {"only two rounds": runs["fedavg"][:2]})
+
+    def draw_with_new_axes(case: dict[str, list[dict[str, Any]]]) -> Any:
+        figures._make_curve_canvas.cache_clear()
+        return draw_curves(case)
+
+    alone = [draw_with_new_axes(case) for case in cases]
+    assert not (alone[0] == alone[2]).all()
+    figures._make_curve_canvas.cache_clear()
+    for i in (1, 0, 2, 1):
+        assert (draw_curves(cases[i]) == alone[i]).all()
+    plot_curves(cases[0], tmp_path / "curves.png")
+    assert (imread(tmp_path / "curves.png") * 255 == alone[0]).all(), "the file has these pixels"
 
 
 def test_a_figure_of_several_folds_says_so(drawn: list[Figure], tmp_path: Path) -> None:

@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 
 import pytest
 from harness import TINY_SETTINGS_NO_CODEBOOK
 
 from uefl.core.errors import InputError
+from uefl.engines.stacked.seed_stack import SeedStackStopped
 from uefl.experiment import records
 from uefl.experiment.grouped_runs import run_group
 from uefl.experiment.parsing import parse_experiments
-from uefl.experiment.round_writer import BackgroundWriter
+from uefl.experiment.round_writer import DeferredWriter
 from uefl.experiment.run_folder import RunFolder
 
 
 def test_files_are_written_later_but_in_order():
     written: list[int] = []
-    go = threading.Event()
-    with BackgroundWriter(nullcontext) as writer:
-        writer.submit(lambda: go.wait(10) and written.append(0))
-        for i in range(1, 5):
+    with DeferredWriter(nullcontext) as writer:
+        for i in range(5):
             writer.submit(lambda i=i: written.append(i))
-        assert written == [], "no thread waits for the disk yet"
-        go.set()
-        writer.wait()
+        assert written == [], "nothing waits for the disk yet"
+        writer.write_all()
         assert written == [0, 1, 2, 3, 4]
         writer.submit(lambda: written.append(5))
-    assert written == [0, 1, 2, 3, 4, 5], "the end waits for the rest"
+        writer.wait()
+        assert written == [0, 1, 2, 3, 4, 5]
+        writer.submit(lambda: written.append(6))
+    assert written == [0, 1, 2, 3, 4, 5, 6], "the end writes the rest"
+
+
+def test_completed_rounds_are_written_when_another_seed_stops_the_stack():
+    written: list[int] = []
+
+    def run() -> None:
+        with DeferredWriter(nullcontext) as writer:
+            writer.submit(lambda: written.append(0))
+            raise SeedStackStopped
+
+    with pytest.raises(SeedStackStopped):
+        run()
+    assert written == [0]
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_file_after_a_failed_one_is_not_written_and_the_error_is_raised(waits):
     written: list[str] = []
 
+    errors = [OSError(28, "No space left on device")]  # once: somebody frees the disk
+
     def fail() -> None:
-        raise OSError(28, "No space left on device")
+        if errors:
+            raise errors.pop()
 
     def run() -> None:
-        with BackgroundWriter(nullcontext) as writer:
+        with DeferredWriter(nullcontext) as writer:
             writer.submit(fail)
             writer.submit(lambda: written.append("checkpoint"))
             if waits:

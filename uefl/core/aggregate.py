@@ -16,6 +16,14 @@ from uefl.core.device_copy import copy_without_waiting
 from uefl.core.federation import Reply, Tensors, is_codeword_tensor
 
 
+class PackedTensors(dict[str, Tensor]):
+    """Tensors of a reply that are views of vectors: each has all tensors of one type but codewords, sorted by name."""
+
+    def __init__(self, tensors: Tensors, vectors: dict[tuple[str, ...], Tensor]) -> None:
+        super().__init__(tensors)
+        self.vectors = vectors  # by the names in them, with the channels of filters last
+
+
 class WeightedMean:
     """A running weighted mean of replies; its memory does not depend on the number of silos.
 
@@ -31,15 +39,11 @@ class WeightedMean:
 
     def add(self, tensors: Tensors, weight: float, access_row: Tensor) -> None:
         """Add one silo's tensors; `access_row` tells which codewords they contain."""
-        groups: dict[torch.dtype, list[str]] = {}
-        for name in tensors:
-            if is_codeword_tensor(name):
-                self._add_codewords(name, tensors[name], weight, access_row)
-            else:
-                groups.setdefault(self.previous[name].dtype, []).append(name)
-        for group in groups.values():
-            names = tuple(sorted(group))
-            vector = torch.cat([flatten_channels_last(tensors[name]) for name in names]).double()
+        for name in filter(is_codeword_tensor, tensors):
+            self._add_codewords(name, tensors[name], weight, access_row)
+        vectors = tensors.vectors if isinstance(tensors, PackedTensors) else join_by_type(tensors, self.previous)
+        for names, values in vectors.items():
+            vector = values.double()
             vector *= weight
             if names not in self.sums:
                 self.sums[names], self.total_weights[names] = torch.zeros_like(vector), 0.0
@@ -90,6 +94,23 @@ class WeightedMean:
         return targets
 
 
+def join_by_type(tensors: Tensors, like: Mapping[str, Tensor]) -> dict[tuple[str, ...], Tensor]:
+    """Return the vectors of `PackedTensors`, by the types of tensors of the same names."""
+    return {
+        names: torch.cat([flatten_channels_last(tensors[name]) for name in names])
+        for names in group_by_type({name: like[name] for name in tensors})
+    }
+
+
+def group_by_type(tensors: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
+    """Return the sorted names of all tensors but codewords, those of one type together."""
+    groups: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        if not is_codeword_tensor(name):
+            groups.setdefault(tensor.dtype, []).append(name)
+    return [tuple(sorted(names)) for names in groups.values()]
+
+
 def move_channels_last(tensor: Tensor) -> Tensor:
     """Return filters with the axis of channels at the end, which is their order in memory; others as they are."""
     return tensor.movedim(1, -1) if tensor.dim() == 4 else tensor
@@ -102,16 +123,17 @@ def flatten_channels_last(tensor: Tensor) -> Tensor:
 
 def find_reply_error(reply: Reply, model_state: Tensors, access_row: Tensor) -> str:
     """Return why a reply must not be averaged, or an empty string."""
-    num_codewords = int(access_row.sum())
-    expected = {n: (num_codewords, *t.shape[1:]) if is_codeword_tensor(n) else t.shape for n, t in model_state.items()}
     if not 0 < reply.num_examples < math.inf:
         return f"num_examples={reply.num_examples} is not a positive number"
-    if set(reply.tensors) != set(expected):
-        name = min(set(reply.tensors) ^ set(expected))
-        return f"tensor {name} is {'missing' if name in expected else 'not expected'}"
+    if reply.tensors.keys() != model_state.keys():
+        name = min(reply.tensors.keys() ^ model_state.keys())
+        return f"tensor {name} is {'missing' if name in model_state else 'not expected'}"
     for name, tensor in reply.tensors.items():
-        if tensor.shape != expected[name]:
-            return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name])}"
+        expected = model_state[name].shape
+        if is_codeword_tensor(name):
+            expected = torch.Size((int(access_row.sum()), *expected[1:]))
+        if tensor.shape != expected:
+            return f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)}"
     name = "" if reply.is_finite else find_non_finite({**reply.extras, **reply.tensors})
     return f"{name} is not finite" if name else ""
 

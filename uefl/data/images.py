@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,19 @@ class Images:
     notes: tuple[str, ...] = ()  # conversions of pixels and skipped files, one line per kind
     group_ids: Tensor | None = None  # int64 [n]: images of one group, such as a patient, stay in one split of one silo
     table: TableFormat | None = None  # of a table: what turns its cells into features
+
+    @cached_property
+    def known_hashes(self) -> dict[int, bytes]:
+        """Hashes of pixels by the index of an image, kept for further seeds, which draw from the same images."""
+        return {}
+
+    def hash_pixels(self, indices: Tensor) -> list[bytes]:
+        """Return a hash of the pixels of each of these images; copies have equal ones."""
+        missing = [i for i in indices.tolist() if i not in self.known_hashes]
+        rows = self.x[torch.tensor(missing, dtype=torch.int64)].numpy()
+        hashes = (hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in rows)
+        self.known_hashes.update(zip(missing, hashes))
+        return [self.known_hashes[i] for i in indices.tolist()]
 
 
 def select_first_classes(images: Images, num_classes: int) -> Images:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,8 +78,8 @@ def _warn_train_test_duplicates(images: Images) -> list[str]:
     """Count test images that are exact copies of training images, by a hash of their pixels."""
     if not images.is_test.any() or images.is_test.all():
         return []
-    train_hashes = set(_hash_pixels(images.x[~images.is_test]))
-    count = sum(pixels in train_hashes for pixels in _hash_pixels(images.x[images.is_test]))
+    train_hashes = set(images.hash_pixels((~images.is_test).nonzero()[:, 0]))
+    count = sum(pixels in train_hashes for pixels in images.hash_pixels(images.is_test.nonzero()[:, 0]))
     return [f"{count} test examples also occur in the training split"] if count else []
 
 
@@ -111,13 +110,9 @@ def warn_separated_copies(partitions: Sequence[Partition], images: Images) -> li
     for is_test in (False, True):
         own_train, own_test = (indices[images.is_test[indices] == is_test] for indices in (train, test))
         if len(own_train) and len(own_test):
-            train_hashes = set(_hash_pixels(images.x[own_train]))
-            count += sum(pixels in train_hashes for pixels in _hash_pixels(images.x[own_test]))
+            train_hashes = set(images.hash_pixels(own_train))
+            count += sum(pixels in train_hashes for pixels in images.hash_pixels(own_test))
     return [f"{count} test examples are copies of training examples, which the split separated"] if count else []
-
-
-def _hash_pixels(x: Tensor) -> list[bytes]:
-    return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in x.numpy()]
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -65,15 +65,9 @@ def save_checkpoint(
 ) -> None:
     """Save the server and the client states in one step, and keep the checkpoint before.
 
-    A state that is not finite never replaces a checkpoint. `write` receives a function that saves the copies of all
-    tensors, and calls it now or later.
+    A state that is not finite never replaces a checkpoint. `write` receives a function that checks and saves the copies
+    of all tensors, and calls it now or later.
     """
-    for owner, state in (("model", server.model_state), ("method state", server.method_state)):
-        if name := find_non_finite(state):
-            raise ResumableError(
-                f"round {server.round}: {name} of the server's {owner} is not finite; the previous checkpoint is kept; "
-                "run the same command again to resume from it"
-            )
     tensors = NamedTensors(server.model_state, server.method_state, client_states).to_flat()
     metadata = {name: getattr(server, name) for name in SCALAR_FIELDS} | {
         "silo_names": list(server.silo_names),
@@ -81,8 +75,20 @@ def save_checkpoint(
         "model_state_order": list(server.model_state),
         "method_state_on_device": [name for name, t in server.method_state.items() if t.device.type != "cpu"],
     }
-    keep, flat = RunFolder.get_previous_path(path), copy_to_host({RunFolder.ACCESS: server.access, **tensors})
-    write(partial(_write_tensors, path, flat, metadata, keep_as=keep))
+    end_copy = start_copy_to_host({RunFolder.ACCESS: server.access, **tensors})
+    write(partial(_write_checkpoint, path, end_copy, metadata))
+
+
+def _write_checkpoint(path: Path, end_copy: Callable[[], Tensors], metadata: dict[str, Any]) -> None:
+    flat = end_copy()
+    tensors = NamedTensors.from_flat(flat)
+    for owner, state in (("model", tensors.model_state), ("method state", tensors.method_state)):
+        if name := find_non_finite(state):
+            raise ResumableError(
+                f"round {metadata['round']}: {name} of the server's {owner} is not finite; the previous checkpoint is "
+                "kept; run the same command again to resume from it"
+            )
+    _write_tensors(path, flat, metadata, keep_as=RunFolder.get_previous_path(path))
 
 
 def load_checkpoint(path: Path, device: torch.device | str) -> tuple[ServerState, dict[str, Tensors]]:
@@ -100,21 +106,32 @@ def load_checkpoint(path: Path, device: torch.device | str) -> tuple[ServerState
     return server, {s: {n: t.to(device) for n, t in state.items()} for s, state in tensors.client_states.items()}
 
 
-def copy_to_host(tensors: Tensors) -> Tensors:
-    """Copy tensors to the host's memory, those of one type on a device in one transfer."""
+def start_copy_to_host(tensors: Tensors) -> Callable[[], Tensors]:
+    """Start to copy tensors to the host's memory, those of one type on a device in one transfer.
+
+    The function that is returned waits for the copies. Meanwhile the host can give the device other work.
+    """
     copies = {name: t.detach().contiguous().clone() for name, t in tensors.items() if t.device.type == "cpu"}
     on_device = {name: t.detach() for name, t in tensors.items() if t.device.type != "cpu"}
+    groups: list[tuple[Tensors, torch.Tensor, torch.cuda.Event]] = []
     for device, dtype in {(t.device, t.dtype) for t in on_device.values()}:
         group = {name: t for name, t in on_device.items() if (t.device, t.dtype) == (device, dtype)}
-        joined = torch.cat([t.reshape(-1) for t in group.values()]).cpu()
-        pieces = torch.split(joined, [t.numel() for t in group.values()])
-        copies |= {name: piece.clone().reshape(t.shape) for (name, t), piece in zip(group.items(), pieces)}
-    return {name: copies[name] for name in tensors}
+        joined = torch.cat([t.reshape(-1) for t in group.values()]).to("cpu", non_blocking=True)
+        groups.append((group, joined, torch.cuda.current_stream(device).record_event()))
+
+    def end_copy() -> Tensors:
+        for group, joined, copied in groups:
+            copied.synchronize()
+            pieces = torch.split(joined, [t.numel() for t in group.values()])
+            copies.update({name: piece.clone().reshape(t.shape) for (name, t), piece in zip(group.items(), pieces)})
+        return {name: copies[name] for name in tensors}
+
+    return end_copy
 
 
 def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, Any], *, keep_as: Path | None = None) -> None:
     """Save tensors and JSON values with a checksum as a safetensors file, in one step; `keep_as` keeps the old one."""
-    _write_tensors(path, copy_to_host(tensors), metadata, keep_as=keep_as)
+    _write_tensors(path, start_copy_to_host(tensors)(), metadata, keep_as=keep_as)
 
 
 def _write_tensors(path: Path, flat: Tensors, metadata: dict[str, Any], *, keep_as: Path | None = None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from uefl.engines.stacked.seed_stack import SeedStack
 from uefl.experiment.experiment import Experiment
-from uefl.experiment.round_writer import BackgroundWriter
+from uefl.experiment.round_writer import DeferredWriter
 from uefl.experiment.run import (
     Engine,
     Event,
@@ -90,12 +90,15 @@ def _run_in_one_stack(
     stack = SeedStack(**make_engine_settings(runs[first]), **make_engine_listeners(partial(on_event, first)))
 
     def run_seed(name: str, prepared: PreparedRun) -> None:
+        writer = DeferredWriter(stack.yield_turn)
+
         def open_clients() -> nullcontext[Engine]:
-            return nullcontext(stack.open_clients(prepared.silos, prepared.net, prepared.experiment.seed))
+            seed = prepared.experiment.seed
+            return nullcontext(stack.open_clients(prepared.silos, prepared.net, seed, writer.write_all))
 
         folders[name] = run_with_clients(
             *(prepared.experiment, root, prepared.context, open_clients, partial(on_event, name)),
-            writer=BackgroundWriter(stack.yield_turn),
+            writer=writer,
         )
 
     stack.run([partial(run_seed, name, prepared) for name, prepared in runs.items()])

@@ -29,6 +29,7 @@ from uefl.experiment.join_report import is_uncertain
 from uefl.experiment.joining import JoinResult, JoinSettings, OwnParts, extend_access, join_silo
 from uefl.experiment.loading import open_models
 from uefl.experiment.records import Record, summarize_records
+from uefl.experiment.round_writer import RoundWriter
 from uefl.experiment.run import (
     Listener,
     PreparedRun,
@@ -241,8 +242,8 @@ def train_all(
     engine_settings = {**make_engine_settings(prepared), **make_engine_listeners(on_event)}
     clients = make_clients(prepared.silos, prepared.net, seed=prepared.experiment.seed, **engine_settings)
     with releasing(clients):
-        server = run_rounds(prepared.experiment, clients, folder, on_event)
-        write_results(folder, prepared.experiment, server, clients, prepared.context)
+        server = run_rounds(prepared.experiment, clients, folder, on_event, RoundWriter())
+        write_results(folder, prepared.experiment, server, clients, prepared.context, RoundWriter())
     return result
 
 

@@ -1,9 +1,8 @@
-"""When the files of a round are written: at once, or in a thread while the next round trains."""
+"""When the files of a round are written: at once, or while the next round trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -25,35 +24,29 @@ class RoundWriter:
         """Wait until all files are written."""
 
 
-class BackgroundWriter(RoundWriter):
-    """Write the files of a round in a thread, in order; `wait` raises the error of a file that was not written.
+class DeferredWriter(RoundWriter):
+    """Write the files of a round in order, when somebody calls `write_all`, but before `wait` returns.
 
-    A file after it is not written either. A killed run resumes from the files that are complete.
+    A file after one that could not be written is not written either. A killed run resumes from complete files.
     """
 
     def __init__(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        self._waiting = waiting  # entered while this writer waits for the disk
-        self._threads = ThreadPoolExecutor(1)
-        self._pending: list[Future[None]] = []
+        self._waiting = waiting  # entered while `wait` writes
+        self._pending: list[Callable[[], None]] = []
 
-    def __exit__(self, error_type: Any, *_: Any) -> None:
-        with self._waiting():
-            self._threads.shutdown()
-        if error_type is None:
-            self.wait()
+    def __exit__(self, *_: Any) -> None:
+        self.wait()
 
     def submit(self, write: Callable[[], None]) -> None:
-        earlier = list(self._pending)
-
-        def write_after_earlier() -> None:
-            for future in earlier:
-                future.result()  # or its error
-            write()
-
-        self._pending.append(self._threads.submit(write_after_earlier))
+        self._pending.append(write)
 
     def wait(self) -> None:
+        if self._pending:
+            with self._waiting():
+                self.write_all()
+
+    def write_all(self) -> None:
+        """Write all files that wait for it, or raise the first error."""
         pending, self._pending = self._pending, []
-        with self._waiting():
-            for future in pending:
-                future.result()
+        for write in pending:
+            write()

@@ -230,7 +230,7 @@ def run_with_clients(
 ) -> Path:
     """Run, resume or find an experiment with any clients; they are opened only if rounds remain."""
     name = f"{experiment.method_name}-{experiment.data.name}-{experiment.run_id(context.fingerprint)}"
-    folder = RunFolder(ensure_writable_folder(root / name))
+    folder, writer = RunFolder(ensure_writable_folder(root / name)), writer or RoundWriter()
     # The supervisor of a deployed run resumes it by its exit code; elsewhere, a user has to free the disk.
     explain_errors = explain_disk_errors if context.engine == "flower" else explain_write_errors
     with explain_errors(root), folder.lock():
@@ -249,7 +249,7 @@ def run_with_clients(
             raise
         with opened as clients:
             server = run_rounds(experiment, clients, folder, on_event, writer)
-            write_results(folder, experiment, server, clients, context)
+            write_results(folder, experiment, server, clients, context, writer)
     return folder.path
 
 
@@ -258,7 +258,7 @@ def run_rounds(
     clients: Engine,
     folder: RunFolder,
     on_event: Listener,
-    writer: RoundWriter | None = None,
+    writer: RoundWriter,
 ) -> ServerState:
     """Run the remaining rounds; after each, write its records and then the checkpoint that follows them."""
     method, resumed = experiment.method, _resume(clients, folder, on_event)
@@ -275,7 +275,7 @@ def run_rounds(
             "header": header,
         }
     )
-    started, writer = time.monotonic(), writer or RoundWriter()
+    started = time.monotonic()
     with writer:
         for server in iterate_rounds(method, clients, resumed):
             if server.round == round_number + 1 and server.open_record:  # its metrics come with the next round
@@ -372,20 +372,33 @@ def check_environment(folder: RunFolder, context: RunContext) -> None:
 
 
 def write_results(
-    folder: RunFolder, experiment: Experiment, server: ServerState, clients: Engine, context: RunContext
+    folder: RunFolder,
+    experiment: Experiment,
+    server: ServerState,
+    clients: Engine,
+    context: RunContext,
+    writer: RoundWriter,
 ) -> None:
     """Write model and figure, and last the summary, which marks the run as finished; the server's state is kept."""
-    run_records = records.read_records(folder.records_path)
-    models = _collect_models(experiment, server, clients, context, run_records[-1])
-    if held_out := collect_held_out(models, context.silos, context.device):
-        save_held_out(folder.held_out_path, models, held_out)
-    models.save(folder.model_path)
-    from uefl.experiment.figures import plot_curves  # matplotlib is slow to import, and only needed here
+    from uefl.experiment.figures import draw_curves, write_image  # matplotlib is slow to import, and only needed here
 
-    plot_curves({f"{experiment.method_name} on {experiment.data.name}": run_records}, folder.figure_path)
-    folder.write_summary({"seed": experiment.seed, **records.summarize_records(run_records, context.domains)})
-    folder.checkpoint_path.replace(folder.server_path)
-    folder.get_previous_path(folder.checkpoint_path).unlink(missing_ok=True)
+    run_records = records.read_records(folder.records_path)
+    summary = {"seed": experiment.seed, **records.summarize_records(run_records, context.domains)}
+    models = _collect_models(experiment, server, clients, context, run_records[-1])
+    held_out = collect_held_out(models, context.silos, context.device)
+    figure = draw_curves({f"{experiment.method_name} on {experiment.data.name}": run_records})
+
+    def write() -> None:
+        if held_out:
+            save_held_out(folder.held_out_path, models, held_out)
+        models.save(folder.model_path)
+        write_image(figure, folder.figure_path)
+        folder.write_summary(summary)
+        folder.checkpoint_path.replace(folder.server_path)
+        folder.get_previous_path(folder.checkpoint_path).unlink(missing_ok=True)
+
+    writer.submit(write)
+    writer.wait()
 
 
 def _collect_models(

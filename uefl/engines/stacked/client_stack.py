@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from uefl.core.federation import Tensors, size_in_bytes
+from uefl.core.aggregate import PackedTensors, group_by_type
+from uefl.core.federation import Tensors, is_codeword_tensor, size_in_bytes
 
 
 class ReceivedClient(NamedTuple):
@@ -85,6 +86,21 @@ def unstack_tensors(stacked: Tensors, num_silos: int) -> list[Tensors]:
     """Return the tensors of each silo, as views."""
     rows = {n: t.unbind() for n, t in stacked.items()}
     return [{n: of_silos[i] for n, of_silos in rows.items()} for i in range(num_silos)]
+
+
+def pack_tensors(stacked: Tensors, num_silos: int) -> list[PackedTensors]:
+    """Return the tensors of each silo, copied into vectors, which its server averages in a few launches."""
+    views = {n: t.clone() if is_codeword_tensor(n) else t for n, t in stacked.items()}
+    vectors: dict[tuple[str, ...], tuple[Tensor, ...]] = {}
+    for names in group_by_type(stacked):
+        tensors = [stacked[n].movedim(2, -1) if stacked[n].dim() == 5 else stacked[n] for n in names]
+        rows = torch.cat([t.reshape(num_silos, -1) for t in tensors], 1)
+        pieces = torch.split(rows, [t[0].numel() for t in tensors], 1)
+        for name, tensor, piece in zip(names, tensors, pieces):
+            views[name] = piece.view(tensor.shape).movedim(-1, 2) if tensor.dim() == 5 else piece.view(tensor.shape)
+        vectors[names] = rows.unbind()
+    unpacked = unstack_tensors(views, num_silos)
+    return [PackedTensors(unpacked[i], {n: v[i] for n, v in vectors.items()}) for i in range(num_silos)]
 
 
 def allocate_stack(tensor: Tensor, num_clients: int) -> Tensor:

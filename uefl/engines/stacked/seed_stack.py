@@ -19,6 +19,7 @@ from torch import nn
 from uefl.core.federation import Broadcast, Method, Reply, Silo, Split, Tensors
 from uefl.core.noise import derive_key
 from uefl.engines.serial import collect_personal_tensors, copy_into_network, copy_to_device
+from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.stacked_engine import StackedEngine
 
 SEPARATOR = "\x1f"  # between the number of a run and a silo name in the label of a stacked silo
@@ -52,6 +53,7 @@ class SeedClients:
     net: nn.Module
     initial_tensors: Tensors
     device: torch.device
+    while_waiting: Callable[[], None]  # work of this seed for the time in which the device trains
     client_states: dict[str, Tensors] = field(default_factory=dict)
 
     @property
@@ -87,23 +89,32 @@ class SeedStack:
     def __init__(self, **engine_settings: Any) -> None:
         self.device = torch.device(engine_settings.get("device", "cpu"))
         self._engine_settings = engine_settings
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # of what follows, except the turn
+        self._requested = threading.Condition(self._lock)  # the main thread waits for it
+        self._answered = threading.Condition(self._lock)  # the threads of seeds wait for it
         self._turn = threading.Lock()  # one seed's server at a time: libraries have global state, such as generators
         self._requests: dict[SeedClients, Request] = {}
         self._replies: dict[SeedClients, list[Reply]] = {}
+        self._is_device_busy = False  # with the steps of a round, so seeds may do what nothing waits for
         self._running = 0  # seeds whose thread has not ended
         self._members: list[SeedClients] = []
         self._errors: list[BaseException] = []
         self._is_stopped = False
         self._engine: SeedStackEngine | None = None
 
-    def open_clients(self, silos: Sequence[Silo], net: nn.Module, seed: int) -> SeedClients:
-        """Return the clients of a seed; called in the seed's thread before its first request."""
+    def open_clients(
+        self, silos: Sequence[Silo], net: nn.Module, seed: int, while_waiting: Callable[[], None] = lambda: None
+    ) -> SeedClients:
+        """Return the clients of a seed; called in the seed's thread before its first request.
+
+        While the device trains the silos, the seed's thread calls `while_waiting`, without its turn.
+        """
         dtype = self._engine_settings.get("dtype", torch.float32)
         net = copy_to_device(net, self.device, dtype)
         tensors = {name: t.clone() for name, t in net.state_dict().items()}
-        clients = SeedClients(self, seed, sorted(silos, key=lambda silo: silo.name), net, tensors, self.device)
-        with self._changed:
+        silos = sorted(silos, key=lambda silo: silo.name)
+        clients = SeedClients(self, seed, silos, net, tensors, self.device, while_waiting)
+        with self._lock:
             self._members.append(clients)
         return clients
 
@@ -130,17 +141,21 @@ class SeedStack:
 
     def wait_for_replies(self, clients: SeedClients, request: Request) -> list[Reply]:
         """Hand in a request of a seed's server and wait for its replies."""
-        with self.yield_turn(), self._changed:
-            self._requests[clients] = request
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: clients in self._replies or self._is_stopped)
+        with self.yield_turn():
+            with self._lock:
+                self._requests[clients] = request
+                self._requested.notify()
+                self._answered.wait_for(lambda: self._is_device_busy or clients in self._replies or self._is_stopped)
+            clients.while_waiting()
+            with self._lock:
+                self._answered.wait_for(lambda: clients in self._replies or self._is_stopped)
         if clients not in self._replies:
             raise SeedStackStopped
         return self._replies.pop(clients)
 
     @contextmanager
     def yield_turn(self) -> Iterator[None]:
-        """Let the servers of other seeds work while this one waits for the disk."""
+        """Let the servers of other seeds work while this one waits for its silos or the disk."""
         self._turn.release()
         try:
             yield
@@ -160,20 +175,21 @@ class SeedStack:
             self._errors.append(error)
             self._stop()
         finally:
-            with self._changed:
+            with self._lock:
                 self._running -= 1
-                self._changed.notify_all()
+                self._requested.notify()
 
     def _stop(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
-            self._changed.notify_all()
+            self._requested.notify()
+            self._answered.notify_all()
 
     def _wait_for_requests(self) -> dict[SeedClients, Request]:
         """Wait until every seed has a request; return those that are furthest behind. None are left at the end."""
-        with self._changed:
+        with self._lock:
             while len(self._requests) < self._running and not self._is_stopped:
-                self._changed.wait(timeout=1.0)  # with a timeout, so that Ctrl-C is noticed
+                self._requested.wait(timeout=1.0)  # with a timeout, so that Ctrl-C is noticed
             if self._is_stopped or not self._requests:
                 return {}
             first = min(self._requests.values(), key=Request.key)
@@ -185,21 +201,28 @@ class SeedStack:
 
     def _answer(self, requests: Mapping[SeedClients, Request]) -> None:
         if self._engine is None:
-            self._engine = SeedStackEngine(self._members, **self._engine_settings)
+            self._engine = SeedStackEngine(self._members, self._note_busy_device, **self._engine_settings)
         replies = self._engine.answer(requests)
-        with self._changed:
+        with self._lock:
+            self._is_device_busy = False
             self._replies.update(replies)
-            self._changed.notify_all()
+            self._answered.notify_all()
+
+    def _note_busy_device(self) -> None:
+        with self._lock:
+            self._is_device_busy = True
+            self._answered.notify_all()
 
 
 class SeedStackEngine(StackedEngine):
     """A stacked engine over the silos of all runs; a silo's label within it is the number of its run and its name."""
 
-    def __init__(self, members: Sequence[SeedClients], **settings: Any) -> None:
+    def __init__(self, members: Sequence[SeedClients], on_steps_queued: Callable[[], None], **settings: Any) -> None:
+        self._on_steps_queued = on_steps_queued
         self._numbers = {member: number for number, member in enumerate(members)}
         self._owners = {self._label(m, silo.name): (m, silo.name) for m in members for silo in m.silos}
         silos = [replace(silo, name=self._label(m, silo.name)) for m in members for silo in m.silos]
-        self._stateless: set[str] = set()  # labels of silos whose method has no client state
+        self._stateless: list[Method] = []  # methods whose clients have no state
         super().__init__(silos, members[0].net, **settings)
 
     def answer(self, requests: Mapping[SeedClients, Request]) -> dict[SeedClients, list[Reply]]:
@@ -227,6 +250,11 @@ class SeedStackEngine(StackedEngine):
         else:
             yield from self._query_servers(request.method, request.task, broadcasts, request.splits)
 
+    def _train_stack(self, method: Method, buffers: DeviceBuffers, broadcast: Broadcast) -> list[int]:
+        num_steps = super()._train_stack(method, buffers, broadcast)
+        self._on_steps_queued()
+        return num_steps
+
     def _get_initial_tensors(self, name: str) -> Tensors:
         return self._owners[name][0].initial_tensors
 
@@ -238,12 +266,12 @@ class SeedStackEngine(StackedEngine):
         return derive_key(clients.seed, silo_name, *address)
 
     def _make_client_state(self, method: Method, name: str) -> Tensors:
-        if name in self._stateless:
+        if method in self._stateless:
             return {}
         copy_into_network(self.net, self._get_initial_tensors(name))
         client_state = super()._make_client_state(method, name)
         if not client_state:
-            self._stateless.add(name)
+            self._stateless.append(method)
         return client_state
 
     def _label(self, clients: SeedClients, silo_name: str) -> str:

@@ -53,6 +53,7 @@ from uefl.engines.stacked.client_stack import (
     ReceivedClient,
     add_batch_sums,
     describe_silos,
+    pack_tensors,
     stack_clients,
     to_slice,
     unstack_tensors,
@@ -161,7 +162,8 @@ class StackedEngine(SerialEngine):
         local_sums = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
         tensors = self._store_client_states(method, buffers, broadcasts, client_states)
         sent = [({}, {}) if broadcast.is_personal else method.pack_reply(*pair) for pair in zip(tensors, extras)]
-        finite, received_bytes = find_finite_rows(buffers.stack.client_tensors, len(names)), stack.received_bytes()
+        received_bytes, sent_bytes = stack.received_bytes(), [sum(map(size_in_bytes, pair)) for pair in sent]
+        finite = find_finite_rows(buffers.stack.client_tensors, len(names))  # the host waits for the device from here
         received, local = (add_batch_sums(names, sums, on_host=True) for sums in (received_sums, local_sums))
         seconds = (time.perf_counter() - started) / len(names)
         replies = [
@@ -172,7 +174,7 @@ class StackedEngine(SerialEngine):
                 evaluations=Evaluations(received[name], local[name]),
                 extras=sent[i][1],
                 received_bytes=received_bytes,
-                sent_bytes=sum(map(size_in_bytes, sent[i])),
+                sent_bytes=sent_bytes[i],
                 seconds=seconds,
                 is_finite=finite[i] and sent[i][0] is tensors[i] and not sent[i][1],
             )
@@ -462,22 +464,22 @@ class StackedEngine(SerialEngine):
 
     def _store_client_states(
         self, method: Method, buffers: DeviceBuffers, broadcasts: Sequence[Broadcast], client_states: Sequence[Tensors]
-    ) -> list[Tensors]:
+    ) -> Sequence[Tensors]:
         """Store each silo's client state and return the tensors of its reply."""
         all_names = set(buffers.stack.client_tensors)
         local_names = all_names if broadcasts[0].is_personal else set(method.client_state_names(self.net))
         access_rows = {name: row for b in broadcasts for name, row in zip(b.silo_names, b.access)}
-        trained = {n: t.detach().clone() for n, t in buffers.stack.client_tensors.items()}
+        trained = {n: t.detach() for n, t in buffers.stack.client_tensors.items()}
         stored = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}
         num_silos = len(buffers.stack.silo_names)
         stored_rows, local_rows = (
-            unstack_tensors(tensors, num_silos) for tensors in (stored, {n: trained[n] for n in local_names})
+            unstack_tensors(tensors, num_silos) for tensors in (stored, {n: trained[n].clone() for n in local_names})
         )
         for i, name in enumerate(buffers.stack.silo_names):
             self.client_states[name] = {**stored_rows[i], **client_states[i], **local_rows[i]}
             if not method.local.reset_optimizer:
                 self.client_states[name][OPTIMIZER_CODEWORDS] = list_codeword_indices(access_rows[name])
-        return unstack_tensors({n: t for n, t in trained.items() if n not in local_names}, num_silos)
+        return pack_tensors({n: t for n, t in trained.items() if n not in local_names}, num_silos)
 
     # --- evaluation and other queries -------------------------------------------------------------------------------
 
