@@ -111,10 +111,14 @@ class CapturedStep:
             self.step(*self.inputs)
 
     def _capture(self) -> torch.cuda.CUDAGraph | Literal[False]:
-        """Capture the step without running it; some operations cannot be captured, such as a copy from the host."""
+        """Capture the step without running it; some operations cannot be captured, such as a copy from the host.
+
+        Other threads may wait for their copies meanwhile, so only calls of this one can break the capture.
+        """
         graph, out_of_memory = torch.cuda.CUDAGraph(), False
+        capture = torch.cuda.graph(graph, pool=self.graph_pool, capture_error_mode="thread_local")
         try:
-            with pause_garbage_collection(), torch.cuda.graph(graph, pool=self.graph_pool):
+            with pause_garbage_collection(), capture:
                 try:
                     self.step(*self.inputs)
                 except torch.OutOfMemoryError:  # ending the capture raises another error
