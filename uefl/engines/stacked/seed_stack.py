@@ -93,6 +93,7 @@ class SeedStack:
         self._requested = threading.Condition(self._lock)  # the main thread waits for it
         self._answered = threading.Condition(self._lock)  # the threads of seeds wait for it
         self._turn = threading.Lock()  # one seed's server at a time: libraries have global state, such as generators
+        self._side_work = threading.Lock()  # one seed at a time: more would slow the main thread down
         self._requests: dict[SeedClients, Request] = {}
         self._replies: dict[SeedClients, list[Reply]] = {}
         self._is_device_busy = False  # with the steps of a round, so seeds may do what nothing waits for
@@ -146,7 +147,8 @@ class SeedStack:
                 self._requests[clients] = request
                 self._requested.notify()
                 self._answered.wait_for(lambda: self._is_device_busy or clients in self._replies or self._is_stopped)
-            clients.while_waiting()
+            with self._side_work:
+                clients.while_waiting()
             with self._lock:
                 self._answered.wait_for(lambda: clients in self._replies or self._is_stopped)
         if clients not in self._replies:
