@@ -6,6 +6,7 @@ and ends with the same bits as a run without interruption.
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import time
@@ -123,7 +124,17 @@ def run(
         on_event({"kind": "plan", **asdict(plan)})
         return releasing(make_clients(prepared.silos, prepared.net, seed=prepared.experiment.seed, **settings))
 
-    return run_with_clients(prepared.experiment, root, prepared.context, open_clients, on_event)
+    try:
+        return run_with_clients(prepared.experiment, root, prepared.context, open_clients, on_event)
+    finally:
+        free_cached_memory(device)
+
+
+def free_cached_memory(device: str) -> None:
+    """Give back the device memory that torch keeps after the engine of a run, and its data, are gone."""
+    if device.startswith("cuda"):
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def prepare_run(
