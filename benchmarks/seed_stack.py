@@ -23,8 +23,9 @@ def run(options: Options) -> Iterator[Measurement]:
     experiments = parse_experiments(["fedavg", "uefl", *(TINY if options.tiny else ())], [], "default")
     for method, experiment in experiments.items():
         rows = {"one seed": seeds[:1], f"{len(seeds)} seeds in one stack": seeds}
-        short = replace(experiment, method=replace(experiment.method, rounds=3, iterations=1))
-        for row in rows.values():  # loads libraries and compiles kernels, which a machine does once for each shape
+        # Loads libraries and compiles kernels, those of own codewords too, which a machine does once for each shape.
+        short = replace(experiment, method=replace(experiment.method, rounds=3, extra_rounds=2, iterations=2))
+        for row in rows.values():
             run_in_new_folder(short, row, options.device)
         contenders = {n: partial(run_in_new_folder, experiment, row, options.device) for n, row in rows.items()}
         seconds = measure_interleaved(contenders, options, warm_up=False)
