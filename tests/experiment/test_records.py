@@ -163,6 +163,18 @@ def test_after_fine_tuning_a_summary_is_that_of_the_fine_tuned_models_alone():
     assert summary["bytes_up"] == 30
 
 
+def test_the_mean_of_the_last_five_rounds_has_no_earlier_round_when_few_are_evaluated():
+    """With evaluate_every=4, the last five evaluated rounds would go back to the beginning of a run."""
+    records = [make_record(i + 1, {"ada": 0.1 * (i + 1)}, (0.1 * (i + 1),)) for i in range(9)]
+    for record in records:
+        if record["round"] not in (1, 5, 9):
+            record["silos"]["ada"] = {"is_uncertain": False, "num_codewords": 0}
+    summary = summarize_records(records, {"ada": "x"})
+    assert summary["mean of last 5"]["round"] == [5, 9]
+    assert summary["mean of last 5"]["mA"] == pytest.approx(0.7)
+    assert summary["validation_accuracy"] == pytest.approx(0.7)
+
+
 def test_codewords_of_a_summary_are_those_of_the_last_round():
     records = [make_record(i + 1, {"ada": 0.5}, (0.5,)) for i in range(3)]
     for record, num_codewords in zip(records, (3, 3, 9)):

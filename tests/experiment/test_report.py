@@ -236,7 +236,7 @@ def test_the_table_of_seeds_has_the_quality_that_every_run_has():
             "mean of last 5": means,
             "experiment": {"seed": 0},
             "validation_accuracy": 0.5,
-            "rounds": 7,
+            "averaged rounds": 5,
         }
 
     rows = format_seed_table([make_run("fedavg"), make_run("uefl", mECE=0.1)]).splitlines()
@@ -367,7 +367,7 @@ def test_a_warning_about_the_data_is_printed_once_for_all_runs():
 def test_the_table_of_seeds_has_means_with_standard_errors_and_every_seed():
     def make_run(name, seed, accuracy, validation):
         means = {"mA": accuracy, "mE": 0.25, "mP": 3.4}
-        fields = {"experiment": {"seed": seed}, "validation_accuracy": validation, "rounds": 7}
+        fields = {"experiment": {"seed": seed}, "validation_accuracy": validation, "averaged rounds": 5}
         return {"name": name, "mean of last 5": means, **fields}
 
     rows = format_seed_table(

@@ -76,14 +76,17 @@ def read_first_records(path: Path, num_rounds: int) -> list[Record]:
 def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dict[str, Any]:
     """Summarize a run: last round, mean of the last five rounds, and the best round by validation accuracy.
 
-    After fine-tuning, all of them are the last round: earlier ones have another model than the one that is used.
+    Of the last five, those count that were evaluated. After fine-tuning, all of them are the last round: earlier ones
+    have another model than the one that is used.
     """
     rounds_of_model = records[-1:] if records[-1].get("is_fine_tuned") else records
     evaluated = [r for r in rounds_of_model if is_evaluated(r)] or records[-1:]
     validated = [r for r in rounds_of_model if not math.isnan(_validation_accuracy(r))]  # silos may miss a round
     best = max(validated or evaluated[-1:], key=lambda r: (_validation_accuracy(r), -r["round"]))
-    last = validated[-NUM_LAST_ROUNDS:]
-    aggregations = dict(zip(AGGREGATIONS, (evaluated[-1:], evaluated[-NUM_LAST_ROUNDS:], [best])))
+    first = records[-1]["round"] - NUM_LAST_ROUNDS + 1
+    last = [r for r in validated if r["round"] >= first] or validated[-1:]
+    recent = [r for r in evaluated if r["round"] >= first] or evaluated[-1:]
+    aggregations = dict(zip(AGGREGATIONS, (evaluated[-1:], recent, [best])))
     return {
         "rounds": records[-1]["round"],
         "total_codewords": records[-1]["total_codewords"],

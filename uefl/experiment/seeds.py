@@ -24,7 +24,7 @@ from uefl.core.metrics import (
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, create_comparison_folder, run_experiments
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
-from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, NUM_LAST_ROUNDS, describe_rounds
+from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, describe_rounds
 from uefl.experiment.report import describe_chance_level, describe_local_differences, describe_positive_classes
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 
@@ -62,6 +62,7 @@ def summarize_run(name: str, folder: Path) -> dict[str, Any]:
         **{field: header[field] for field in header_fields},
         **{a: _select_means(summary[a]) for a in AGGREGATIONS},
         **{field: summary[field] for field in summary_fields},
+        "averaged rounds": len(summary[DEFAULT_AGGREGATION]["round"]),
         "domain accuracy": {domain: metrics["accuracy"] for domain, metrics in domains.items()},
     }
 
@@ -88,7 +89,7 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
     metrics = _list_seed_metrics(records)
     headings = [metric.label for metric in metrics] + [f"{metric.label}, seeds {seeds}" for metric in per_seed]
     rows = [
-        f"| {describe_rounds(min(record['rounds'], NUM_LAST_ROUNDS) for record in records)} | {' | '.join(headings)} |",
+        f"| {describe_rounds(record['averaged rounds'] for record in records)} | {' | '.join(headings)} |",
         "|---" * (1 + len(headings)) + "|",
     ]
     better = _find_better_fedavg(runs)
