@@ -24,7 +24,8 @@ def run(options: Options) -> Iterator[Measurement]:
     for method, experiment in experiments.items():
         rows = {"one seed": seeds[:1], f"{len(seeds)} seeds in one stack": seeds}
         # Loads libraries and compiles kernels, those of own codewords too, which a machine does once for each shape.
-        short = replace(experiment, method=replace(experiment.method, rounds=3, extra_rounds=2, iterations=2))
+        length = {"rounds": 3, "iterations": 1} if options.tiny else {"rounds": 3, "extra_rounds": 2, "iterations": 2}
+        short = replace(experiment, method=replace(experiment.method, **length))
         for row in rows.values():
             run_in_new_folder(short, row, options.device)
         contenders = {n: partial(run_in_new_folder, experiment, row, options.device) for n, row in rows.items()}

@@ -11,11 +11,11 @@ from benchmarks.frameworks import CONTENDERS
 from benchmarks.harness import Measurement, Options, append_records, make_table
 from benchmarks.peers.clients_file import write_clients
 
-# These start processes.
-IN_PROCESS = sorted(set(BENCHMARKS) - {"frameworks", "client-scaling", "processes", "ten-thousand-clients"})
+# These start processes; the last one two federations on Flower, which takes a minute.
+IN_PROCESS = set(BENCHMARKS) - {"frameworks", "client-scaling", "processes", "ten-thousand-clients", "round-cost"}
 
 
-@pytest.mark.parametrize("name", IN_PROCESS)
+@pytest.mark.parametrize("name", [*sorted(IN_PROCESS), pytest.param("round-cost", marks=pytest.mark.real)])
 def test_it_runs(name):
     measurements = list(importlib.import_module(BENCHMARKS[name]).run(Options(repeats=1, tiny=True)))
     assert measurements
