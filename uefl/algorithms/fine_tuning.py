@@ -10,7 +10,7 @@ from torch import nn
 
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.round_record import record_query_cost, record_rejections
-from uefl.core.federation import Broadcast, Clients, Phase, ServerState, Tensors, Update, is_codeword_tensor
+from uefl.core.federation import Broadcast, Clients, Phase, Reply, ServerState, Tensors, Update, is_codeword_tensor
 from uefl.core.field_rules import setting
 
 LR_MULTIPLIER = 0.1  # of the first round's learning rate, since a schedule may end near 0
@@ -28,19 +28,27 @@ class FineTuning(FedAvg):
         5, "Passes over a silo's training examples after the last round, at a tenth of the learning rate.", at_least=0
     )
 
+    @property
+    def has_own_models(self) -> bool:
+        """Whether silos end with models of their own."""
+        return self.fine_tuning_epochs > 0
+
     def finish_rounds(self, clients: Clients, server: ServerState) -> ServerState:
-        if not self.fine_tuning_epochs:
+        if not self.has_own_models:
             return server
-        started, broadcast = time.perf_counter(), self.make_broadcast(clients, server)
-        broadcast = broadcast._replace(
-            round=server.round + 1,
-            participants=tuple(name for name, n in clients.num_examples.items() if n),
-            lr=LR_MULTIPLIER * self.local.lr,
-            is_personal=True,
-        )
-        replies = list(clients.fit(self, broadcast, evaluate=False))
+        started, trainable = time.perf_counter(), tuple(name for name, n in clients.num_examples.items() if n)
+        server, replies = self.train_own_models(clients, server, self.make_broadcast(clients, server), trainable)
         server = record_rejections(record_query_cost(server, replies, time.perf_counter() - started), replies)
         return server.replace(open_record={**server.open_record, "is_fine_tuned": True})
+
+    def train_own_models(
+        self, clients: Clients, server: ServerState, broadcast: Broadcast, silo_names: tuple[str, ...]
+    ) -> tuple[ServerState, list[Reply]]:
+        """Let these silos train the model of a broadcast further and keep it."""
+        broadcast = broadcast._replace(
+            round=server.round + 1, participants=silo_names, lr=LR_MULTIPLIER * self.local.lr, is_personal=True
+        )
+        return server, list(clients.fit(self, broadcast, evaluate=False))
 
     def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
         if not broadcast.is_personal:
@@ -51,11 +59,11 @@ class FineTuning(FedAvg):
     def initialize_client(self, initial: Tensors, received: Tensors, client_state: Tensors) -> Tensors:
         """Start with the fine-tuned weights as soon as there are any."""
         del initial
-        if not self.fine_tuning_epochs:
+        if not self.has_own_models:
             return {}
         return {n: client_state.get(n, t) for n, t in received.items() if not is_codeword_tensor(n)}
 
     def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
-        if not self.fine_tuning_epochs:
+        if not self.has_own_models:
             return super().personal_tensor_names(net)
         return [n for n in net.state_dict() if not is_codeword_tensor(n)]

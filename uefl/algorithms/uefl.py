@@ -6,12 +6,18 @@ The round is FedAvg's (`fedavg.py`), the end of an iteration is the codebook's (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from uefl.algorithms.alike_silos import group_alike_silos
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.fine_tuning import FineTuning
+from uefl.core.errors import InputError
+from uefl.core.federation import Broadcast, Clients, Phase, Reply, ServerState, Update, is_codeword_tensor
 from uefl.core.field_rules import setting
+
+GROUP_LR_MULTIPLIER = 0.5  # of the first round's learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,47 @@ class UEFL(FineTuning):
     codebook: ExtensibleCodebook | None = setting(
         default_factory=ExtensibleCodebook, help_text="Codebook between encoder and classifier."
     )
+
+    group_rounds: int = setting(
+        0,
+        "Rounds after the last one in which groups of silos, whose centroids are alike, train one model per group, at "
+        "half of the learning rate, falling; local fine-tuning follows. 0: no groups, as in the paper.",
+        at_least=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_rounds and not self.codebook:
+            raise InputError(f"group_rounds={self.group_rounds} needs a codebook, whose centroids find the groups")
+
+    @property
+    def has_own_models(self) -> bool:
+        return super().has_own_models or self.group_rounds > 0
+
+    def train_own_models(
+        self, clients: Clients, server: ServerState, broadcast: Broadcast, silo_names: tuple[str, ...]
+    ) -> tuple[ServerState, list[Reply]]:
+        if not self.group_rounds:
+            return super().train_own_models(clients, server, broadcast, silo_names)
+        assert self.codebook
+        num_codewords = self.codebook.get_num_codewords(server)
+        server, centroids = self.codebook.query_centroids(self, clients, server, silo_names, num_codewords)
+        groups = [*group_alike_silos(centroids), *((name,) for name in silo_names if name not in centroids)]
+        replies: list[Reply] = []
+        for group in groups:
+            own = broadcast
+            for i in range(self.group_rounds):
+                lr = GROUP_LR_MULTIPLIER * self.local.lr * (1 - i / self.group_rounds)
+                own = own._replace(round=server.round + 1 + i, participants=group, lr=lr)
+                model_state, of_round = self.average_replies(clients, server, own, evaluate=False)
+                own, replies = own._replace(model_state={**own.model_state, **model_state}), [*replies, *of_round]
+            replies += super().train_own_models(clients, server, own, group)[1]
+        return server.replace(open_record={**server.open_record, "groups": groups}), replies
+
+    def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
+        if broadcast.is_personal or broadcast.round <= self.total_rounds:
+            return super().make_phases(broadcast)
+        return [Phase([Update(self.loss, lambda n: not is_codeword_tensor(n))], self.local.epochs)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,6 +92,7 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
         "total_codewords": records[-1]["total_codewords"],
         "extensions": [summarize_decision(r) for r in records if r.get("has_decision")],
         "revocations": [summary for r in records if (summary := summarize_revocation(r))],
+        "groups": records[-1].get("groups", []),
         "bytes_up": sum(r["bytes_up"] for r in records),
         "bytes_down": sum(r["bytes_down"] for r in records),
         "seconds": sum(r["seconds"] for r in records),

@@ -42,7 +42,8 @@ class Column(NamedTuple):
 def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     """Print what happened in finished runs, their table, and what its labels mean."""
     local = {name: RunFolder(path).read_header()["experiment"]["method"]["local"] for name, path in runs.items()}
-    lines = describe_joins(runs) + describe_extensions(runs) + describe_lost_rounds(runs) + describe_chance_level(runs)
+    lines = describe_joins(runs) + describe_extensions(runs) + describe_groups(runs) + describe_lost_rounds(runs)
+    lines += describe_chance_level(runs)
     for line in lines + describe_local_differences(local) + describe_samples(runs):
         console.print(line, soft_wrap=True, markup=False)
     summaries = _read_summaries(runs)
@@ -269,6 +270,16 @@ def describe_extensions(runs: Mapping[str, Path]) -> list[str]:
         ]
         sentences += [(step["round"], 0, describe_revocation(step)) for step in summary.get("revocations", ())]
         lines += [f"{name}: {sentence}" for _, _, sentence in sorted(sentences)]
+    return lines
+
+
+def describe_groups(runs: Mapping[str, Path]) -> list[str]:
+    """Describe which silos trained a model together after the last round."""
+    lines = []
+    for name, folder in runs.items():
+        if groups := RunFolder(folder).read_summary().get("groups"):
+            listed = "; ".join(", ".join(group) for group in groups)
+            lines.append(f"{name}: after the last round, groups of alike silos trained one model each: {listed}")
     return lines
 
 
