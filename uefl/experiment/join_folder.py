@@ -151,7 +151,13 @@ def join_run(
 
 def read_evaluations(folder: Path) -> dict[str, dict[str, float]]:
     """Return the newcomer's evaluations that its run folder stores, by column of the table."""
-    evaluations: dict[str, dict[str, float]] = RunFolder(folder).read_header()[JOINED][-1]["evaluations"]
+    run = RunFolder(folder)
+    entry = run.read_header()[JOINED][-1]
+    evaluations: dict[str, dict[str, float]] = dict(entry["evaluations"])
+    if entry["settings"]["others"] == "train":
+        rounds = [record["silos"].get(entry["silo"], {}) for record in run.read_records()]
+        if evaluated := [metrics for metrics in rounds if "accuracy" in metrics]:
+            evaluations["after further rounds"] = evaluated[-1]
     return evaluations
 
 
