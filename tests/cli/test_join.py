@@ -163,6 +163,13 @@ def test_a_folder_gives_its_whole_name_and_a_file_its_name_without_ending(tmp_pa
     assert names == ["site.v2", "east"]
 
 
+@pytest.mark.parametrize("name", ["auto", " ", "a\nb", "a\x1b[31mb", "x" * 65])
+def test_a_name_that_no_command_could_use_or_show_is_refused(hospitals, name) -> None:
+    line = call_with_mistake("join", *map(str, hospitals), f"name={name}")
+    assert "choose a name= of 1 to 64 printable characters" in line
+    assert repr(name[:64]) in line
+
+
 def test_changed_data_of_the_others_are_noticed(hospitals, tmp_path) -> None:
     run, table = hospitals
     three = run.parent.parent / "three.csv"
