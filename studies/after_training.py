@@ -25,6 +25,7 @@ from uefl.experiment.run import run
 from uefl.experiment.silo_models import SiloModels
 
 METHODS = ("uefl", "fedavg", "fedbn", "local-only")
+PATH_OPTIONS = ("--runs", "--out")  # of commands: where a machine had its files
 
 
 class Setup(NamedTuple):
@@ -130,3 +131,14 @@ def write_record(out: Path, module: str, record: dict[str, Any]) -> None:
     """Append a record with the command that made it."""
     command = shlex.join(["python", "-m", f"studies.{module}", *sys.argv[1:]])
     append_records(out, [{"command": command, "uefl": __version__, "torch": torch.__version__, **record}])
+
+
+def render_commands(records: Sequence[dict[str, Any]]) -> str:
+    """Render the commands of the records, each once and without paths of the machine that ran it."""
+    commands = dict.fromkeys(f"`{_drop_paths(record['command'])}`" for record in records)
+    return f"Commands: {', '.join(commands)} (uefl {records[-1]['uefl']}, torch {records[-1]['torch']})."
+
+
+def _drop_paths(command: str) -> str:
+    words = shlex.split(command)
+    return shlex.join(w for before, w in zip(["", *words], words) if not {w, before} & set(PATH_OPTIONS))

@@ -28,6 +28,7 @@ from studies.after_training import (
     HeldOutPool,
     find_setup,
     list_missing,
+    render_commands,
     train_in_parallel,
     train_method,
     write_record,
@@ -300,12 +301,6 @@ def render_silos(records: Sequence[dict[str, Any]]) -> str:
                 f"{silo['abstained']:.0%} |"
             )
     return "\n".join(lines)
-
-
-def render_commands(records: Sequence[dict[str, Any]]) -> str:
-    """Render the commands of the records, each once."""
-    commands = dict.fromkeys(f"`{record['command']}`" for record in records)
-    return f"Commands: {', '.join(commands)} (uefl {records[-1]['uefl']}, torch {records[-1]['torch']})."
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from studies.after_training import (
     HeldOutPool,
     find_setup,
     list_missing,
+    render_commands,
     train_in_parallel,
     train_method,
     write_record,
@@ -214,9 +215,7 @@ def render_page(records: Sequence[dict[str, Any]]) -> str:
     for data, setup in SETUPS.items():
         if own := [record for record in records if record["data"] == data]:
             rows = [row for record in own for row in record["rows"]]
-            commands = dict.fromkeys(f"`{record['command']}`" for record in own)
-            parts += [f"## {setup.title}", render_false_alarms(rows), render_power(rows)]
-            parts.append(f"Commands: {', '.join(commands)} (uefl {own[-1]['uefl']}, torch {own[-1]['torch']}).")
+            parts += [f"## {setup.title}", render_false_alarms(rows), render_power(rows), render_commands(own)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -13,7 +13,7 @@ from harness import call_cli, call_with_mistake, have_equal_bits, list_photo_nam
 
 from uefl.core.errors import InputError
 from uefl.data.readers.heart import HEART_FILE
-from uefl.experiment.join_folder import join_run, load_newcomer, name_newcomer, open_parent
+from uefl.experiment.join_folder import join_run, load_newcomer, name_newcomer, open_parent, read_evaluations
 from uefl.experiment.joining import JoinSettings
 from uefl.experiment.loading import load, open_models
 from uefl.experiment.run_folder import RunFolder
@@ -115,6 +115,10 @@ def test_further_rounds_with_all_silos_continue_the_run(hospitals) -> None:
     assert records[-1]["participants"] == ["Cleveland", "Switzerland", "VA Long Beach", "again", "hungary"]
     one, other = (open_models(path).model_state for path in (folder, child.path))
     assert not have_equal_bits(one, {n: other[n] for n in one})
+    columns = read_evaluations(child.path)
+    assert list(columns) == ["shared model", "own parts, untrained", "after further rounds"]
+    assert columns["after further rounds"] == records[-1]["silos"]["again"]
+    assert "after further rounds" in answer.stdout
 
 
 def test_the_newcomer_has_a_calibration_part_and_the_others_stay_calibrated(hospitals, tmp_path) -> None:
@@ -157,6 +161,13 @@ def test_a_folder_gives_its_whole_name_and_a_file_its_name_without_ending(tmp_pa
     (tmp_path / "east.csv").touch()
     names = [name_newcomer(tmp_path / path, JoinSettings()).name for path in ("site.v2", "east.csv")]
     assert names == ["site.v2", "east"]
+
+
+@pytest.mark.parametrize("name", ["auto", " ", "a\nb", "a\x1b[31mb", "x" * 65])
+def test_a_name_that_no_command_could_use_or_show_is_refused(hospitals, name) -> None:
+    line = call_with_mistake("join", *map(str, hospitals), f"name={name}")
+    assert "choose a name= of 1 to 64 printable characters" in line
+    assert repr(name[:64]) in line
 
 
 def test_changed_data_of_the_others_are_noticed(hospitals, tmp_path) -> None:

@@ -71,6 +71,7 @@ def test_mistakes_are_one_line_and_exit_code_2(digits, tmp_path):
         (str(folder), inputs, "--silo", "D7"): "unknown silo 'D7'; known: D1-1, D2-1",
         (str(folder), inputs, "--silo", "D1-1", "--looks", "0"): "looks=0 must be at least 1",
         (str(folder), inputs, "--silo", "D1-1", "--level", "1.5"): "level=1.5 must be greater than 0 and less than 1",
+        (str(folder), inputs, "--silo", "D1-1", "--looks", "1000000"): "looks=1000000 is 5e-08 per look",
         (str(folder), inputs, "--silo", "D1-1", "--figure", "a.gif"): "figure=a.gif must be a PNG file",
         (str(folder), str(tmp_path / "few"), "--silo", "D1-1"): "2 inputs are too few to tell a change from chance",
         (str(folder), str(tmp_path / "no"), "--silo", "D1-1"): "no such file or folder",

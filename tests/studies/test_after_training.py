@@ -104,6 +104,13 @@ def test_the_page_of_calibration_is_made_from_records_alone(trained, tmp_path):
     json.dumps(silos)
 
 
+def test_commands_of_a_page_have_no_path_of_a_machine():
+    commands = ("python -m studies.drift run --seeds 1 --runs /a/b --out /a/c.jsonl", "python -m studies.drift run")
+    records = [{"command": command, "uefl": "1", "torch": "2"} for command in commands]
+    expected = "Commands: `python -m studies.drift run --seeds 1`, `python -m studies.drift run` (uefl 1, torch 2)."
+    assert after_training.render_commands(records) == expected
+
+
 def test_drift_counts_alarms_of_each_test(trained, monkeypatch):
     monkeypatch.setattr(drift, "SIZES", (20,))
     monkeypatch.setattr(drift, "CHANGES", ("none", "rotate:45"))

@@ -11,6 +11,8 @@ import typer
 from uefl.cli.options import DeviceOption
 from uefl.core.errors import InputError
 
+MIN_LEVEL = 1e-5  # per look
+
 
 def register(app: typer.Typer) -> None:
     app.command()(watch)
@@ -50,6 +52,11 @@ def watch(
         raise InputError(f"looks={looks} must be at least 1")
     if not 0 < level < 1:
         raise InputError(f"level={level} must be greater than 0 and less than 1")
+    if level / looks < MIN_LEVEL:
+        raise InputError(
+            f"level={level:g} over looks={looks} is {level / looks:g} per look, which takes hours of permutations; "
+            f"it must be at least {MIN_LEVEL:g}"
+        )
     if figure is not None and figure.suffix.lower() != ".png":
         raise InputError(f"figure={figure} must be a PNG file: a name that ends with .png")
 

@@ -43,8 +43,10 @@ from uefl.experiment.run import (
     write_results,
 )
 from uefl.experiment.run_folder import JOINED, PARENT, RESULTS_VERSION_KEY, RunFolder
+from uefl.experiment.silo_choice import AUTO
 from uefl.experiment.silo_models import SiloModels, compute_model_checksum, count_labels
 
+MAX_NAME_LENGTH = 64  # figures have the name in that of their file
 POOLED_ENTRIES = ("all_silos", "reliability")  # of a record; they would lack the new silo
 
 
@@ -117,7 +119,13 @@ def _describe_own_table(config: DataConfig, path: Path, table: TableFormat) -> D
 def name_newcomer(path: Path, settings: JoinSettings) -> JoinSettings:
     """Return the settings with a name: that of the folder or file, without one."""
     path = path.resolve()
-    return settings if settings.name else replace(settings, name=path.name if path.is_dir() else path.stem)
+    name = settings.name or (path.name if path.is_dir() else path.stem)
+    if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LENGTH or name == AUTO:
+        raise InputError(
+            f"name={name[:MAX_NAME_LENGTH]!r}; choose a name= of 1 to {MAX_NAME_LENGTH} printable characters, but not "
+            f"'{AUTO}', which lets `uefl predict` choose a silo"
+        )
+    return replace(settings, name=name)
 
 
 def join_run(
@@ -151,7 +159,13 @@ def join_run(
 
 def read_evaluations(folder: Path) -> dict[str, dict[str, float]]:
     """Return the newcomer's evaluations that its run folder stores, by column of the table."""
-    evaluations: dict[str, dict[str, float]] = RunFolder(folder).read_header()[JOINED][-1]["evaluations"]
+    run = RunFolder(folder)
+    entry = run.read_header()[JOINED][-1]
+    evaluations: dict[str, dict[str, float]] = dict(entry["evaluations"])
+    if entry["settings"]["others"] == "train":
+        rounds = [record["silos"].get(entry["silo"], {}) for record in run.read_records()]
+        if evaluated := [metrics for metrics in rounds if "accuracy" in metrics]:
+            evaluations["after further rounds"] = evaluated[-1]
     return evaluations
 
 
