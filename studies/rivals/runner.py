@@ -80,9 +80,16 @@ def list_trials(name: str, schedule: Schedule) -> list[StudyRun]:
     return [
         make_run(name, method, trial, schedule, seed, fold=fold, row=f"{method}: {choice.label}")
         for method, row in setup.rows.items()
+        if not is_chosen_elsewhere(name, method)
         for trial, choice in enumerate(row.trials)
         for seed, fold in list_trial_parts(setup)
     ]
+
+
+def is_chosen_elsewhere(name: str, method: str) -> bool:
+    """Return whether another setup has chosen the trial of this row already."""
+    setup = SETUPS[name]
+    return bool(setup.rows_of) and SETUPS[setup.rows_of].rows.get(method) is setup.rows[method]
 
 
 def list_trial_parts(setup: Setup) -> list[tuple[int, int]]:
@@ -152,6 +159,9 @@ def freeze_choice(name: str, files: Files) -> Choice:
         schedule = setup.schedules[0] if len(setup.schedules) == 1 else select_schedule(name, run_records)
         scores = defaultdict[str, list[float]](list)
         for method, row in setup.rows.items():
+            if is_chosen_elsewhere(name, method):
+                scores[method] = frozen[setup.rows_of]["validation_nll"][method]
+                continue
             for trial, choice in enumerate(row.trials):
                 runs = [
                     make_run(name, method, trial, schedule, seed, row=f"{method}: {choice.label}")

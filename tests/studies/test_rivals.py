@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from scipy.stats import ttest_rel
 
-from studies.rivals.runner import list_schedule_search, list_trials
+from studies.methods.runner import identify_run
+from studies.rivals.runner import (
+    Files,
+    freeze_choice,
+    list_final_runs,
+    list_schedule_search,
+    list_trials,
+    read_frozen,
+)
 from studies.rivals.setups import SETUPS
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
 from studies.rivals.tables import format_gain
 from studies.rivals.trials import NUM_TRIALS, SEEDS, TRIAL_SEEDS
+from uefl.experiment.experiment import RESULTS_VERSION
 
+ROOT = Path(__file__).parents[2]
 OURS, THEIRS = [0.91, 0.95, 0.93, 0.97, 0.94], [0.90, 0.92, 0.935, 0.95, 0.91]
 
 
@@ -51,6 +64,30 @@ def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: 
     assert all(run.experiment.method.total_rounds == runs[0].experiment.method.total_rounds for run in runs)
     if len(setup.schedules) > 1:
         assert len(list_schedule_search(name)) == len(setup.schedules) * len(setup.trial_seeds)
+
+
+def test_a_second_table_keeps_the_choices_of_the_first_and_has_as_many_rounds(tmp_path: Path) -> None:
+    name, setup = "rotated-again", SETUPS["rotated-again"]
+    files = Files(*(tmp_path / kind for kind in ("search", "trials", "frozen", "results", "times")))
+    first = read_frozen(ROOT / "results/rivals-frozen.json")["rotated"]
+    files.frozen.write_text(json.dumps({"rotated": first}))
+    runs = list_trials(name, setup.schedules[0])
+    assert {run.method.split(":")[0] for run in runs} == {"UEFL"}
+    records = [
+        {
+            **identify_run(run.experiment),
+            "results_version": RESULTS_VERSION,
+            "setup": name,
+            "method": run.method,
+            "validation_nll": 0.5 if "average" in run.method else 0.6,
+        }
+        for run in runs
+    ]
+    files.trials.write_text("".join(json.dumps(record) + "\n" for record in records))
+    choice = freeze_choice(name, files)
+    assert choice.trials == {**first["trials"], "UEFL": 2}
+    methods = [run.experiment.method for run in list_final_runs(name, choice)]
+    assert {method.total_rounds + getattr(method, "group_rounds", 0) for method in methods} == {30}
 
 
 def test_fresh_seeds_were_not_used_to_choose_anything() -> None:
