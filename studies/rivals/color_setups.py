@@ -56,6 +56,16 @@ PRETRAINED_ROWS: Mapping[str, Row] = {
         ),
     ),
 }
+# CIFAR has three silos of each of three rotations, which can train in groups in the last 3 of the 12 rounds.
+_GROUPS: dict[str, Any] = {"iterations": 2, "group_rounds": 3}
+_PRETRAINED_CODEBOOK: dict[str, Any] = {"batch_norm": "average", "num_codewords": 0, "segments": 0}
+CIFAR_TRIALS = (
+    make_uefl_trial("gate from .1", 0, **_PRETRAINED_CODEBOOK, gate_value=0.1),
+    make_uefl_trial("gate from .25, 5 epochs", 5, **_PRETRAINED_CODEBOOK, gate_value=0.25),
+    make_uefl_trial("gate from .1, in groups", 0, **_PRETRAINED_CODEBOOK, gate_value=0.1, rounds=_GROUPS),
+    make_uefl_trial("gate from .25, in groups, 5 epochs", 5, **_PRETRAINED_CODEBOOK, gate_value=0.25, rounds=_GROUPS),
+)
+CIFAR_ROWS: Mapping[str, Row] = {**PRETRAINED_ROWS, UEFL: Row(method="uefl", trials=CIFAR_TRIALS)}
 PRETRAINED: dict[str, Any] = {
     "local": LocalTraining(optimizer="adam", batch_size=64, epochs=2, eval_batch_size=512),
     "rounds": {"rounds": 6, "extra_rounds": 3, "iterations": 3, "evaluate_local": False, "evaluate_every": 1000},
@@ -71,9 +81,12 @@ RESNET18 = ModelConfig(encoder="resnet18", hidden_size=512, pretrained_weights=R
 COLOR_SETUPS: Mapping[str, Setup] = {
     **{
         name: Setup(
-            **PRETRAINED, title=f"{name.upper()}, nine silos, VGG16", data=get_default_config(name), model=VGG16
+            **{**PRETRAINED, "rows": rows},
+            title=f"{name.upper()}, nine silos, VGG16",
+            data=get_default_config(name),
+            model=VGG16,
         )
-        for name in ("gtsrb", "cifar10", "cifar100")
+        for name, rows in {"gtsrb": PRETRAINED_ROWS, "cifar10": CIFAR_ROWS, "cifar100": CIFAR_ROWS}.items()
     },
     "pacs": Setup(
         **{**PRETRAINED, "local": replace(PRETRAINED["local"], batch_size=32)},
