@@ -9,6 +9,8 @@ import pytest
 from scipy.stats import ttest_rel
 
 from studies.methods.runner import identify_run
+from studies.rivals.__main__ import PAGE, get_files
+from studies.rivals.page import render_page
 from studies.rivals.runner import (
     Files,
     freeze_choice,
@@ -101,3 +103,8 @@ def test_fresh_seeds_were_not_used_to_choose_anything() -> None:
     used = {*range(6), 11, 12, 13, *TRIAL_SEEDS}
     assert not used & set(SEEDS)
     assert len(SEEDS) == 10
+
+
+@pytest.mark.records
+def test_the_committed_page_is_what_the_committed_records_make() -> None:
+    assert (ROOT / PAGE).read_text() == render_page(get_files(ROOT / "results"))
