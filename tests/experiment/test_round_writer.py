@@ -48,7 +48,7 @@ def test_completed_rounds_are_written_when_another_seed_stops_the_stack():
 def test_a_file_after_a_failed_one_is_not_written_and_the_error_is_raised(waits):
     written: list[str] = []
 
-    errors = [OSError(28, "No space left on device")]  # once: somebody frees the disk
+    errors = [OSError(28, "No space left on device")]  # once: then the disk has room again
 
     def fail() -> None:
         if errors:

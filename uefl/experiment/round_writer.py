@@ -25,7 +25,7 @@ class RoundWriter:
 
 
 class DeferredWriter(RoundWriter):
-    """Write the files of a round in order, when somebody calls `write_all`, but before `wait` returns.
+    """Write the files of a round in order, in a call of `write_all`, but before `wait` returns.
 
     A file after one that could not be written is not written either. A killed run resumes from complete files.
     """
