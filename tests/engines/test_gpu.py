@@ -216,7 +216,9 @@ def test_gradients_within_a_client_are_computed_in_tf32_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("c", "o", "k", "padding"), [(3, 20, 5, 0), (64, 64, 3, 1), (1, 16, 3, 1), (32, 80, 1, 0)])
+@pytest.mark.parametrize(
+    ("c", "o", "k", "padding"), [(3, 20, 5, 0), (64, 64, 3, 1), (128, 256, 3, 1), (1, 16, 3, 1), (32, 80, 1, 0)]
+)
 @pytest.mark.parametrize("size", [(5, 9, 11), (20, 17, 17)])  # one part of the positions, and two
 def test_stacked_convolutions_equal_single_ones(
     c: int, o: int, k: int, padding: int, size: tuple[int, int, int], dtype: torch.dtype
