@@ -208,6 +208,12 @@ def test_mistakes_are_one_line(hospitals, tmp_path) -> None:
     assert "is damaged" in call_with_mistake("join", str(damaged), table, "epochs=1")
 
 
+def test_a_table_of_several_silos_is_refused(hospitals) -> None:
+    run, table = hospitals
+    error = call_with_mistake("join", str(run), str(table.with_name("three.csv")))
+    assert "column 'dataset' names 3 silos (Cleveland, Switzerland, VA Long Beach)" in error
+
+
 def test_stopped_rounds_resume_to_the_same_bits(hospitals, tmp_path) -> None:
     run, table = hospitals
     parent, settings = open_parent(run), JoinSettings(name="hungary", others="train", rounds=3)
