@@ -62,14 +62,16 @@ def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times:
     """Render what each method costs: codewords, values of a silo's own, bytes, and seconds on every device."""
     own = {(r["method"], r["device"]): r["round"] for r in times if r["setup"] == name}  # the newest record counts
     devices = list(dict.fromkeys(device for _, device in own))
-    head = ["cost", "codewords of a silo", "own parameters", "MB per round and silo"]
+    head = ["cost", "codewords of the silo with most", "own parameters", "MB per round and silo"]
     head += [f"s per round, {device} (× FedAvg)" for device in devices]
     lines = [head]
     for method, records in rows.items():
         costs = [own.get((method, device)) for device in devices]
         parameters = next((f"{c['own_parameters']}" for c in costs if c), "–")
         codewords = mean(r["num_codewords"][1] for r in records.values())
-        megabytes = mean((r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values())
+        megabytes = next((count_megabytes(c) for c in costs if c), None) or mean(
+            (r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values()
+        )
         cells = [method, f"{codewords:.0f}", parameters, f"{megabytes:.2f}"]
         for device, cost in zip(devices, costs, strict=True):
             reference = own.get((FEDAVG, device))
@@ -81,13 +83,18 @@ def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times:
     return format_table(lines)
 
 
+def count_megabytes(cost: RunRecord) -> float:
+    """Return the megabytes of one silo in a timed round, in both directions, with all queries of the server."""
+    return float(cost["bytes_up_with_queries"] + cost["bytes_down_with_queries"]) / 1e6
+
+
 def render_receivers(
     name: str, choice: Choice | None, trials: Sequence[RunRecord], results: Sequence[RunRecord]
 ) -> str:
     """Render UEFL with codewords for other silos than its own choice, and the gain of that choice."""
     setup, columns = SETUPS[name], [c for c in COLUMNS if c.metric in ("accuracy", "nll")]
     rows = find_receiver_rows(name, choice, trials, results) if choice else {}
-    if not rows or not choice:
+    if len(rows) < 2 or not choice:  # no other silos were compared
         return ""
     own = setup.rows[UEFL].trials[choice.trials[UEFL]].method["codebook"].extend
     head = ["silos that get codewords", *(c.title for c in columns), f"gain of `{own}` in mA, points", "in NLL, %"]

@@ -245,6 +245,7 @@ HOSPITALS = Setup(
     folds=5,
     seeds=tuple(range(110, 120)),  # the folds of seeds 100 to 109 were seen before UEFL's trials were chosen
     search=HOSPITAL_SEARCH,
+    fedavg_rows=(FEDAVG, "Logistic regression, FedAvg"),
     rows={
         "Prevalence only": Row(method="local-only", trials=(NO_WEIGHTS,)),
         "Logistic regression, local": Row(method="local-only", trials=list_l2_regressions(0.01, 0.03, 0.1, 0.3)),

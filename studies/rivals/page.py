@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from studies.rivals.tables import (
     identify_record,
     identify_run,
     mean_over_silos,
+    select_fedavg_row,
 )
 from studies.rivals.trials import FEDAVG, UEFL, Schedule, Setup
 from uefl.experiment.records import read_records
@@ -137,9 +139,11 @@ def describe_choice(name: str, frozen: Mapping[str, RunRecord]) -> str:
     lines = [f"Schedule: {entry['schedule']['schedule']}, learning rate {entry['schedule']['lr']:g}."]
     if setup.trials_of:
         lines[0] += f" Schedule and trials are those of `{setup.trials_of}`; nothing was chosen here."
+    if all(len(row.trials) == 1 for row in setup.rows.values()):
+        return "All settings are those of the preset; nothing was chosen here."
     for method, row in setup.rows.items():
         scores = entry["validation_nll"][method]
-        cells = [f"{t.label} {s:.4f}" for t, s in zip(row.trials, scores, strict=True)]
+        cells = [f"{re.sub(r'^1 epochs', '1 epoch', t.label)} {s:.4f}" for t, s in zip(row.trials, scores, strict=True)]
         cells[entry["trials"][method]] = f"**{cells[entry['trials'][method]]}**"
         lines.append(f"- {method} (validation NLL): {', '.join(cells)}")
     return "\n".join([lines[0], "", *lines[1:]])
@@ -150,17 +154,18 @@ def render_table(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> 
     columns = [
         c for c in COLUMNS if all(c.metric in s for r in rows[UEFL].values() for s in _select_large_silos(r).values())
     ]
-    head = ["method", *(c.title for c in columns), "UEFL's gain in mA, points", "in NLL, %"]
+    head = ["method", *(c.title for c in columns), "UEFL's gain in mA, points", "in NLL, %", "in scaled NLL, %"]
     lines = [head]
     compare = get_comparison(setup)
     for method, records in rows.items():
         cells = [format_mean([c.scale * mean_over_silos(r, c.metric) for r in records.values()], c) for c in columns]
-        gains = ["", ""]
+        gains = [""] * 3
         if method != UEFL:
             parts = sorted(set(records) & set(rows[UEFL]))
             gains = [
                 format_gain(find_accuracy_gain(rows, method, parts, compare), MARGIN_POINTS, 2),
                 format_gain(find_nll_gain(rows, method, parts, compare), MARGIN_NLL, 1),
+                format_gain(find_nll_gain(rows, method, parts, compare, "nll_scaled"), MARGIN_NLL, 1),
             ]
         lines.append([method, *cells, *gains])
     return format_table(lines)
@@ -197,10 +202,11 @@ def render_primary(tables: Mapping[str, Mapping[str, Mapping[Part, RunRecord]]])
         return "No table is complete yet."
     gains = {}
     for name, rows in tables.items():
-        parts = sorted(set(rows[UEFL]) & set(rows[FEDAVG]))
-        gains[name] = find_nll_gain(rows, FEDAVG, parts, get_comparison(SETUPS[name]))
+        rival = select_fedavg_row(SETUPS[name], rows)
+        parts = sorted(set(rows[UEFL]) & set(rows[rival]))
+        gains[name] = find_nll_gain(rows, rival, parts, get_comparison(SETUPS[name]))
     adjusted = adjust_holm({name: gain.p_value for name, gain in gains.items()})
-    head = ["primary comparison: NLL of FedAvg − UEFL", "seeds", "gain, %", "p, adjusted"]
+    head = ["primary comparison: NLL of FedAvg − UEFL", "seeds", "gain, %", "p (one-sided), adjusted"]
     lines = [head]
     for name, gain in gains.items():
         count = (
@@ -208,5 +214,7 @@ def render_primary(tables: Mapping[str, Mapping[str, Mapping[Part, RunRecord]]])
             if not SETUPS[name].folds
             else f"{len(SETUPS[name].seeds)} × {SETUPS[name].folds} folds"
         )
-        lines.append([SETUPS[name].title, count, format_gain(gain, MARGIN_NLL, 1), f"{adjusted[name]:.2g}"])
+        rival = select_fedavg_row(SETUPS[name], tables[name])
+        title = SETUPS[name].title + (f"; FedAvg in the form *{rival}*" if rival != FEDAVG else "")
+        lines.append([title, count, format_gain(gain, MARGIN_NLL, 1), f"{adjusted[name]:.2g}"])
     return format_table(lines)

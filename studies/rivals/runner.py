@@ -80,7 +80,7 @@ def list_trials(name: str, schedule: Schedule) -> list[StudyRun]:
     return [
         make_run(name, method, trial, schedule, seed, fold=fold, row=f"{method}: {choice.label}")
         for method, row in setup.rows.items()
-        if not is_chosen_elsewhere(name, method)
+        if setup.folds or (len(row.trials) > 1 and not is_chosen_elsewhere(name, method))
         for trial, choice in enumerate(row.trials)
         for seed, fold in list_trial_parts(setup)
     ]
@@ -161,6 +161,9 @@ def freeze_choice(name: str, files: Files) -> Choice:
         for method, row in setup.rows.items():
             if is_chosen_elsewhere(name, method):
                 scores[method] = frozen[setup.rows_of]["validation_nll"][method]
+                continue
+            if len(row.trials) == 1:
+                scores[method] = [0.0]  # nothing to choose
                 continue
             for trial, choice in enumerate(row.trials):
                 runs = [

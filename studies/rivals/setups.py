@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from studies.rivals.color_setups import COLOR_SETUPS
@@ -23,6 +23,7 @@ from studies.rivals.trials import (
 )
 from uefl.core.local import LocalTraining
 from uefl.data.defaults import get_default_config
+from uefl.experiment.parsing import parse_experiments
 from uefl.models.model_config import ModelConfig
 
 # What was tried for UEFL, one change at a time from the first row, and the same options without a codebook.
@@ -136,6 +137,29 @@ NINE_SILOS: dict[str, Any] = {
 }
 ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=get_default_config("mnist"))
 
+
+def make_preset_setup(preset: str) -> Setup:
+    """Return a setup in which every method has the settings of a preset, with a command's default data."""
+    methods = {FEDAVG: "fedavg", "FedAvg, fine-tuned": "fine-tuning", UEFL: "uefl"}
+    experiments = parse_experiments([*methods.values()], (), preset)
+    first = experiments["fedavg"]
+    values = {
+        row: {f.name: getattr(experiments[m].method, f.name) for f in fields(experiments[m].method) if f.init}
+        for row, m in methods.items()
+    }
+    return Setup(
+        title=f"Embedded digits, nine silos, every method with the preset `{preset}`",
+        data=first.data,
+        model=first.model,
+        local=first.method.local,
+        rounds={},
+        schedules=(Schedule(schedule=first.method.local.schedule, lr=first.method.local.lr),),
+        rows={row: Row(method=m, trials=(Trial(label="preset", method=values[row]),)) for row, m in methods.items()},
+        seeds=tuple(range(120, 130)),
+        receivers=(),
+    )
+
+
 SETUPS: Mapping[str, Setup] = {
     "rotated": ROTATED,
     "rotated-again": replace(
@@ -172,6 +196,7 @@ SETUPS: Mapping[str, Setup] = {
         seeds=tuple(range(110, 120)),
         receivers=(),
     ),
+    "default": make_preset_setup("default"),
     "hospitals": HOSPITALS,
     **COLOR_SETUPS,
 }

@@ -72,12 +72,21 @@ def find_accuracy_gain(
 
 
 def find_nll_gain(
-    rows: Mapping[str, Mapping[Part, RunRecord]], method: str, parts: Sequence[Part], compare: Compare
+    rows: Mapping[str, Mapping[Part, RunRecord]],
+    method: str,
+    parts: Sequence[Part],
+    compare: Compare,
+    metric: str = "nll",
 ) -> Difference:
     """Return by how much UEFL's NLL is lower, in percent of the other method's mean."""
-    theirs, ours = ([mean_over_silos(rows[m][p], "nll") for p in parts] for m in (method, UEFL))
+    theirs, ours = ([mean_over_silos(rows[m][p], metric) for p in parts] for m in (method, UEFL))
     center = mean(theirs)
     return compare([100 * x / center for x in theirs], [100 * x / center for x in ours])
+
+
+def select_fedavg_row(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:
+    """Return the form of FedAvg with the lowest validation NLL."""
+    return min(setup.fedavg_rows, key=lambda row: mean(r["validation_nll"] for r in rows[row].values()))
 
 
 def format_gain(gain: Difference, margin: float, digits: int) -> str:

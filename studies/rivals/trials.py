@@ -74,6 +74,7 @@ class Setup:
     trial_seeds: Sequence[int] = TRIAL_SEEDS
     receivers: Sequence[str] = RECEIVERS  # of codewords, compared after the table
     precision: Precision = "auto"
+    fedavg_rows: Sequence[str] = (FEDAVG,)  # forms of FedAvg; the primary comparison is with the best by validation
     receiver_trial: int = 0  # with folds: the trial of UEFL whose receivers of codewords are exchanged
 
     def make_experiment(self, row: str, trial: Trial, schedule: Schedule, seed: int, fold: int = 0) -> Experiment:

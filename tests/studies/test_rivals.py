@@ -22,10 +22,11 @@ from studies.rivals.runner import (
 from studies.rivals.setups import SETUPS
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
 from studies.rivals.tables import format_gain
-from studies.rivals.trials import NUM_TRIALS, SEEDS, TRIAL_SEEDS
+from studies.rivals.trials import NUM_TRIALS, SEARCH_SEEDS, TRIAL_SEEDS
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.experiment.experiment import RESULTS_VERSION
+from uefl.experiment.parsing import parse_experiments
 
 ROOT = Path(__file__).parents[2]
 OURS, THEIRS = [0.91, 0.95, 0.93, 0.97, 0.94], [0.90, 0.92, 0.935, 0.95, 0.91]
@@ -67,10 +68,11 @@ def count_rounds(method: FedAvg) -> int:
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: str) -> None:
     setup = SETUPS[name]
-    assert {len(row.trials) for name, row in setup.rows.items() if name != "Prevalence only"} == {NUM_TRIALS}
+    num_trials = 1 if name == "default" else NUM_TRIALS
+    assert {len(row.trials) for name, row in setup.rows.items() if name != "Prevalence only"} == {num_trials}
     runs = list_trials(name, setup.schedules[0])
     assert len({str(run.experiment) for run in runs}) == len({run.label for run in runs}) == len(runs)
-    assert len({count_rounds(run.experiment.method) for run in runs}) == 1
+    assert len({count_rounds(run.experiment.method) for run in runs}) == (1 if runs else 0)
     if len(setup.schedules) > 1:
         assert len(list_schedule_search(name)) == len(setup.schedules) * len(setup.trial_seeds)
 
@@ -99,10 +101,18 @@ def test_a_second_table_keeps_the_choices_of_the_first_and_has_as_many_rounds(tm
     assert {count_rounds(method) for method in methods} == {30}
 
 
+def test_the_preset_has_the_settings_that_the_command_line_gives() -> None:
+    setup = SETUPS["default"]
+    for row, name in {"FedAvg": "fedavg", "FedAvg, fine-tuned": "fine-tuning", "UEFL": "uefl"}.items():
+        experiment = setup.make_experiment(row, setup.rows[row].trials[0], setup.schedules[0], 120)
+        assert experiment == parse_experiments([name, "seed=120"], (), "default")[name]
+
+
 def test_fresh_seeds_were_not_used_to_choose_anything() -> None:
-    used = {*range(6), 11, 12, 13, *TRIAL_SEEDS}
-    assert not used & set(SEEDS)
-    assert len(SEEDS) == 10
+    used = {*range(6), 11, 12, 13, *SEARCH_SEEDS, *TRIAL_SEEDS}
+    for name, setup in SETUPS.items():
+        assert not (used | set(setup.trial_seeds)) & set(setup.seeds), name
+        assert len(setup.seeds) == (5 if setup.model.pretrained_weights else 10), name
 
 
 @pytest.mark.records
