@@ -27,11 +27,8 @@ def make_repeats_table(records: Sequence[Record], method: str, test_to_train: fl
     if len(runs[method]) > 1:
         table.add_section()
         differences = {n: compare_methods(records, method, n, "nll", test_to_train) for n in names if n != method}
-        cells = {name: [format_signed(value, 3) for value in d[:3]] for name, d in differences.items()}
-        table.add_row(
-            f"NLL, {escape(method)} minus this\n95 % interval from\nto",
-            *("\n".join(cells[name]) if name in cells else "–" for name in names),
-        )
+        for i, label in enumerate((f"NLL, {escape(method)} minus this", "95 % interval from", "to")):
+            table.add_row(label, *(format_signed(differences[n][i], 3) if n in differences else "–" for n in names))
     return table
 
 
