@@ -41,6 +41,7 @@ ADDED_SETTINGS: Mapping[str, Any] = {
     "method.codebook.uncertainty_level": 0.05,
     "method.fine_tuning_epochs": 0,
     "method.group_rounds": 0,
+    "method.start": 0,  # of IFCA
     "method.evaluate_every": 1000,  # the studies use the last round, which is evaluated in either case
 }
 SILO_METRICS = ("domain", "accuracy", "entropy", "nll", "nll_scaled", "temperature", "brier", "ece", "augrc")

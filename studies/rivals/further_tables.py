@@ -9,6 +9,7 @@ from statistics import mean
 from studies.methods.runner import RunRecord
 from studies.rivals.runner import RECEIVER_ROW, Choice, list_receiver_runs, list_table_parts, make_run
 from studies.rivals.setups import SETUPS
+from studies.rivals.starts import count_starts
 from studies.rivals.tables import (
     COLUMNS,
     MARGIN_NLL,
@@ -69,8 +70,10 @@ def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times:
         costs = [own.get((method, device)) for device in devices]
         parameters = next((f"{c['own_parameters']}" for c in costs if c), "–")
         codewords = mean(r["num_codewords"][1] for r in records.values())
-        megabytes = next((count_megabytes(c) for c in costs if c), None) or mean(
-            (r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values()
+        starts = count_starts(records)
+        megabytes = starts * (
+            next((count_megabytes(c) for c in costs if c), None)
+            or mean((r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values())
         )
         cells = [method, f"{codewords:.0f}", parameters, f"{megabytes:.2f}"]
         for device, cost in zip(devices, costs, strict=True):
@@ -78,7 +81,8 @@ def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times:
             if cost is None or reference is None:
                 cells.append("–")
             else:
-                cells.append(f"{cost['seconds']:.3f} ({cost['seconds'] / reference['seconds']:.2f})")
+                seconds = starts * cost["seconds"]
+                cells.append(f"{seconds:.3f} ({seconds / reference['seconds']:.2f})")
         lines.append(cells)
     return format_table(lines)
 

@@ -12,6 +12,7 @@ from studies.methods.runner import RunRecord
 from studies.rivals.further_tables import SMALL_SILO, render_aurocs, render_costs, render_receivers
 from studies.rivals.runner import Choice, Files, get_choice, list_final_runs, list_trials, read_frozen
 from studies.rivals.setups import SETUPS
+from studies.rivals.starts import choose_starts, describe_starts
 from studies.rivals.statistics import adjust_holm
 from studies.rivals.tables import (
     COLUMNS,
@@ -44,7 +45,8 @@ def render_page(files: Files) -> str:
     for name, setup in SETUPS.items():
         if rows := find_rows(name, frozen, trials, results):
             tables[name] = rows
-            parts += [f"## {setup.title}", describe_choice(name, frozen), render_table(setup, rows)]
+            parts += [f"## {setup.title}", describe_choice(name, frozen), describe_starts(rows)]
+            parts += [render_table(setup, rows)]
             parts += [render_domains(setup, rows), render_aurocs(setup, rows)]
             parts += [render_costs(name, rows, read_records(files.times))]
             parts += [render_receivers(name, get_choice(name, files), trials, results)]
@@ -76,7 +78,7 @@ def find_rows(
         matches = run.find_records(results)
         if matches:
             rows[run.method][run.seed, 0] = matches[-1]
-    return rows if all(len(records) > 1 for records in rows.values()) else {}
+    return choose_starts(name, choice, rows, results) if all(len(records) > 1 for records in rows.values()) else {}
 
 
 def find_fold_rows(name: str, trials: Sequence[RunRecord]) -> dict[str, dict[Part, RunRecord]]:

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
 from studies.rivals.setups import SETUPS
-from studies.rivals.trials import FEDAVG, SEARCH_SEEDS, UEFL, Schedule, Setup
+from studies.rivals.trials import FEDAVG, IFCA, SEARCH_SEEDS, UEFL, Schedule, Setup
 from uefl.core.errors import InputError
 from uefl.experiment.records import read_records
 
 SEARCH = "schedule search"  # row of the runs that choose the schedule
 RECEIVER_ROW = f"{UEFL}, extend="  # beginning of the rows in which other silos get codewords
+START_ROW = f"{IFCA}, start="  # beginning of the rows with further starts of IFCA
+NUM_STARTS = 3  # of IFCA, of which validation chooses one per seed
 
 
 class Files(NamedTuple):
@@ -198,6 +200,21 @@ def list_final_runs(name: str, choice: Choice) -> list[StudyRun]:
     ]
 
 
+def list_start_runs(name: str, choice: Choice) -> list[StudyRun]:
+    """List IFCA's runs of the frozen settings and fresh seeds with other initial models."""
+    setup = SETUPS[name]
+    if IFCA not in choice.trials:
+        return []
+    trial = setup.rows[IFCA].trials[choice.trials[IFCA]]
+    return [
+        StudyRun(name, f"{START_ROW}{start}", seed, experiment, with_silos=True)
+        for start in range(1, NUM_STARTS)
+        for restarted in [replace(trial, method={**trial.method, "start": start})]
+        for seed in setup.seeds
+        for experiment in [setup.make_experiment(IFCA, restarted, choice.schedule, seed)]
+    ]
+
+
 def list_receiver_runs(name: str, choice: Choice) -> list[StudyRun]:
     """List UEFL's runs in which other silos get codewords, so that the choice by uncertainty can be compared."""
     setup = SETUPS[name]
@@ -236,5 +253,5 @@ def run_final(name: str, resources: StudyResources, files: Files, report: Callab
         choice = Choice(SETUPS[name].schedules[0], {UEFL: SETUPS[name].receiver_trial})
         return run_parallel(list_receiver_runs(name, choice), resources, files.results, report)
     choice = freeze_choice(SETUPS[name].trials_of or name, files)
-    runs = [*list_final_runs(name, choice), *list_receiver_runs(name, choice)]
+    runs = [*list_final_runs(name, choice), *list_start_runs(name, choice), *list_receiver_runs(name, choice)]
     return run_parallel(runs, resources, files.results, report)

@@ -17,7 +17,7 @@ from uefl.data.config import DataConfig
 from uefl.experiment.experiment import Experiment, Precision
 from uefl.models.model_config import ModelConfig
 
-FEDAVG, UEFL = "FedAvg", "UEFL"
+FEDAVG, IFCA, UEFL = "FedAvg", "IFCA", "UEFL"
 RECEIVERS = ("none", "uncertain", "random", "all")  # silos that get codewords: values of `extend` that are compared
 TRIAL_SEEDS = (20, 21)  # not used before
 SEARCH_SEEDS = (30, 31)  # of the search for UEFL's own settings, before its trials were fixed
@@ -155,7 +155,7 @@ IMAGE_ROWS: Mapping[str, Row] = {
         method="ditto",
         trials=tuple(Trial(label=f"λ = {x:g}", method={"lam": x}) for x in (0.003, 0.01, 0.03, 0.1)),
     ),
-    "IFCA": Row(
+    IFCA: Row(
         method="ifca",
         trials=(
             *(Trial(label=f"{k} models", method={"num_models": k}) for k in (3, 4, 6)),

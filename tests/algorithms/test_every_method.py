@@ -213,6 +213,7 @@ def test_every_method_has_a_docstring_and_keyword_only_settings(name):
         ("fine-tuning", "fine_tuning_epochs", -1),
         ("ditto", "lam", -1.0),
         ("ifca", "num_models", 0),
+        ("ifca", "start", -1),
     ],
 )
 def test_value_outside_its_range_is_named(name, field, value):

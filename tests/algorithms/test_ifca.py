@@ -23,6 +23,7 @@ from torch import nn
 from uefl.algorithms.ifca import ASSIGNMENT, LOSS_TASK, get_model
 from uefl.core.aggregate import WeightedMean
 from uefl.core.federation import Examples
+from uefl.core.noise import derive_key, permutation
 from uefl.engines.serial import SerialEngine
 
 
@@ -131,6 +132,49 @@ def test_initial_models_are_different_draws_of_the_same_values(initial_models):
             differ = initial_models == "network" or name.startswith("classifier.")
             assert torch.equal(values[0], values[1]) != differ
             assert torch.equal(values[1], values[2]) != differ
+
+
+def initialize_models(**settings):
+    """Return the initial models of IFCA with three models, and the engine."""
+    method = make_method("ifca", num_models=3, **settings)
+    clients = SerialEngine(make_pattern_silos(), build_model(method, BATCH_NORM_MODEL), seed=5)
+    server = method.initialize_server(clients)
+    return [get_model(server, i) for i in range(3)], clients
+
+
+def test_start_0_is_the_network_and_shuffles_of_it_by_seed_model_and_name():
+    """Runs before there was the setting `start` had these initial models."""
+    models, clients = initialize_models()
+    network, trained = clients.initial_model_state(), dict(clients.net.named_parameters())
+    assert have_equal_bits(models[0], network)
+    for i in (1, 2):
+        expected = {
+            n: t.flatten()[permutation(derive_key(5, i, n, "initial models"), t.numel())].reshape(t.shape)
+            if n in trained
+            else t
+            for n, t in network.items()
+        }
+        assert have_equal_bits(models[i], expected)
+
+
+@pytest.mark.parametrize("initial_models", ["network", "classifier"])
+def test_another_start_draws_every_model_anew(initial_models):
+    first, _ = initialize_models(initial_models=initial_models)
+    again, _ = initialize_models(initial_models=initial_models, start=0)
+    second, third = (initialize_models(initial_models=initial_models, start=s)[0] for s in (1, 2))
+    assert all(have_equal_bits(one, other) for one, other in zip(first, again, strict=True))
+    for name, tensor in first[0].items():
+        values = [model[name] for model in (*first, *second, *third)]
+        assert all(torch.equal(v.flatten().sort()[0], tensor.flatten().sort()[0]) for v in values)
+        if name.endswith("weight") and tensor.dim() > 1 and tensor.numel() > 10:  # few values have few orders
+            differ = initial_models == "network" or name.startswith("classifier.")
+            assert len({tuple(v.flatten().tolist()) for v in values}) == (9 if differ else 1)
+
+
+def test_another_start_is_another_result():
+    results = [run_method(make_method("ifca", start=start)).server for start in (0, 0, 1)]
+    assert have_equal_bits(results[0].model_state, results[1].model_state)
+    assert not have_equal_bits(results[0].model_state, results[2].model_state)
 
 
 def test_every_model_that_a_silo_receives_is_counted():

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scipy.stats import ttest_rel
 
-from studies.methods.runner import identify_run
+from studies.methods.runner import StudyRun, identify_run
 from studies.rivals.__main__ import PAGE, get_files
 from studies.rivals.page import render_page
 from studies.rivals.runner import (
+    NUM_STARTS,
+    START_ROW,
+    Choice,
     Files,
     freeze_choice,
     list_final_runs,
     list_schedule_search,
+    list_start_runs,
     list_trials,
     read_frozen,
 )
 from studies.rivals.setups import SETUPS
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
 from studies.rivals.tables import format_gain
-from studies.rivals.trials import NUM_TRIALS, SEARCH_SEEDS, TRIAL_SEEDS
+from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, Schedule
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.experiment.experiment import RESULTS_VERSION
@@ -106,6 +112,75 @@ def test_the_preset_has_the_settings_that_the_command_line_gives() -> None:
     for row, name in {"FedAvg": "fedavg", "FedAvg, fine-tuned": "fine-tuning", "UEFL": "uefl"}.items():
         experiment = setup.make_experiment(row, setup.rows[row].trials[0], setup.schedules[0], 120)
         assert experiment == parse_experiments([name, "seed=120"], (), "default")[name]
+
+
+def read_choice(name: str) -> Choice:
+    """Read what is frozen for a setup."""
+    entry = read_frozen(ROOT / "results/rivals-frozen.json")[name]
+    return Choice(Schedule(**entry["schedule"]), entry["trials"])
+
+
+def test_further_starts_differ_in_start_alone() -> None:
+    choice = read_choice("rotated")
+    first = {run.seed: run.experiment for run in list_final_runs("imbalanced", choice) if run.method == IFCA}
+    runs = list_start_runs("imbalanced", choice)
+    assert [run.method for run in runs] == [f"{START_ROW}{start}" for start in (1, 2) for _ in SEEDS]
+    for run in runs:
+        assert run.experiment.method.start == int(run.method.removeprefix(START_ROW))
+        changed = replace(first[run.seed].method, start=int(run.method[-1]))
+        assert replace(first[run.seed], method=changed) == run.experiment
+    assert list_start_runs("devices", read_choice("devices")) == []  # it has no row of IFCA
+
+
+def make_start_record(run: StudyRun, start: int) -> dict[str, Any]:
+    """Make a record; validation chooses start `seed % 3` of IFCA, which has the highest NLL on test examples."""
+    identity = identify_run(run.experiment)
+    if not start:  # as recorded before there was this setting
+        identity["settings"].pop("method.start", None)
+    is_best = start == run.seed % NUM_STARTS
+    nll = (0.5 if is_best else 0.3) + 0.001 * (run.seed % 2)
+    return {
+        **identity,
+        "results_version": RESULTS_VERSION,
+        "setup": run.setup,
+        "method": run.method,
+        "validation_nll": 0.2 if is_best else 0.4,
+        "silos": {"A": {"accuracy": 1 - nll, "nll": nll, "domain": "D1"}},
+        "num_codewords": [0, 0],
+        "bytes_up": 1e6,
+        "bytes_down": 1e6,
+    }
+
+
+def test_ifcas_row_is_the_best_start_by_validation_once_all_have_run(tmp_path: Path) -> None:
+    files, choice = get_files(tmp_path), read_choice("rotated")
+    files.frozen.write_text(json.dumps({"rotated": read_frozen(ROOT / "results/rivals-frozen.json")["rotated"]}))
+    runs = [(run, 0) for run in list_final_runs("imbalanced", choice)]
+    runs += [(run, int(run.method.removeprefix(START_ROW))) for run in list_start_runs("imbalanced", choice)]
+    records = [make_start_record(run, start) for run, start in runs]
+    assert len([record for record in records if record["method"].startswith(IFCA)]) == NUM_STARTS * len(SEEDS)
+    times = [{"setup": "imbalanced", "method": m, "device": "cpu"} for m in ("FedAvg", IFCA)]
+    traffic = {"bytes_up_with_queries": 1e6, "bytes_down_with_queries": 1e6}
+    rounds = [{**record, "round": {"seconds": 2.0, "own_parameters": 0, **traffic}} for record in times]
+    files.times.write_text("".join(json.dumps(record) + "\n" for record in rounds))
+
+    def render(written: list[dict[str, Any]]) -> tuple[list[str], str]:
+        files.results.write_text("".join(json.dumps(record) + "\n" for record in written))
+        page = render_page(files)
+        return [line for line in page.splitlines() if line.startswith("| IFCA |")], page
+
+    (table, _, costs), page = render(records)
+    assert table.startswith("| IFCA | 49.95 ± 0.05 | 0.500 ± 0.001 |")
+    assert costs == "| IFCA | 0 | 0 | 6.00 | 6.000 (3.00) |"
+    assert "IFCA: the best of 3 starts by validation NLL" in page
+    assert "| FedAvg | 0 | 0 | 2.00 | 2.000 (1.00) |" in page
+
+    (table, _, costs), page = render(records[:-1])
+    # Seeds 102, 105 and 108 choose start 0.
+    assert table.startswith(f"| IFCA | {100 - 30.05 - 20 * 3 / 10:.2f} ±")
+    assert costs == "| IFCA | 0 | 0 | 2.00 | 2.000 (1.00) |"
+    assert "best of 3 starts" not in page
+    assert "IFCA: one start" in page
 
 
 def test_fresh_seeds_were_not_used_to_choose_anything() -> None:

@@ -50,6 +50,7 @@ class IFCA(FedAvg):
     initial_models: Literal["network", "classifier"] = setting(
         "network", "Weights that differ between initial models; `classifier` keeps the weights of a trained encoder."
     )
+    start: int = setting(0, "Number of the random start; another one draws other initial models.", at_least=0)
 
     codebook_unsupported_reason: ClassVar[str] = "every model would need a codebook of its own"
     eval_clients_unsupported_reason: ClassVar[str] = "with IFCA, every silo chooses its model when it measures"
@@ -61,16 +62,18 @@ class IFCA(FedAvg):
 
     def initialize_server(self, clients: Clients) -> ServerState:
         server = super().initialize_server(clients)
-        names = self.list_shuffled_names(clients.net)
-        models = {
-            f"{MODEL_PREFIX}{i}.{n}": shuffle_values(t, derive_key(clients.seed, i, n, addresses.INITIAL_MODELS))
-            if n in names
-            else t.clone()
-            for i in range(1, self.num_models)
-            for n, t in server.model_state.items()
-        }
+        draws = range(self.start * self.num_models, (self.start + 1) * self.num_models)
+        first, *others = (self.draw_model(clients, server.model_state, draw) for draw in draws)
+        models = {f"{MODEL_PREFIX}{i}.{n}": t for i, model in enumerate(others, 1) for n, t in model.items()}
         assignment = torch.zeros(len(server.silo_names), dtype=torch.int64)
-        return server.replace(method_state={**server.method_state, **models, ASSIGNMENT: assignment})
+        method_state = {**server.method_state, **models, ASSIGNMENT: assignment}
+        return server.replace(model_state=first, method_state=method_state)
+
+    def draw_model(self, clients: Clients, network: Tensors, draw: int) -> Tensors:
+        """Return the network's initial weights as draw 0, and with their values in another order as any other draw."""
+        names = self.list_shuffled_names(clients.net) if draw else ()
+        keys = {n: derive_key(clients.seed, draw, n, addresses.INITIAL_MODELS) for n in names}
+        return {n: shuffle_values(t, keys[n]) if n in keys else t.clone() for n, t in network.items()}
 
     def list_shuffled_names(self, net: nn.Module) -> set[str]:
         """Return names of the weights that differ between initial models."""
