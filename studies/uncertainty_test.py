@@ -38,7 +38,6 @@ from uefl.experiment.rounds import iterate_rounds
 from uefl.models.model_config import ModelConfig
 
 RECORDS = Path("results/uncertainty-test.jsonl")
-EARLIER_GATE = "gate_value=0.5"  # the default of UEFL when the records were made
 NUM_FEDERATIONS, NUM_SILOS, SMALLEST, LARGEST, MAX_REPORTS = 400, 9, 100, 400, 29
 NUM_HELD_OUT, NUM_TRAIN, MC_SAMPLES = 3600, 1000, 20
 MINORITY_SETTINGS = [
@@ -112,7 +111,7 @@ def compute_interval(count: int, total: int) -> tuple[float, float]:
 
 def find_minority(seed: int, device: str, settings: list[str]) -> dict[str, Any]:
     """Train up to the first decision; return which silos it reports and what it is based on."""
-    (experiment,) = parse_experiments(["uefl", EARLIER_GATE, *settings, f"seed={seed}"], (), "default").values()
+    (experiment,) = parse_experiments(["uefl", *settings, f"seed={seed}"], (), "default").values()
     silos, images = experiment.data.load(seed)
     method = experiment.method
     net = experiment.build_network(tuple(silos[0].test.x.shape[1:]), len(images.classes))
