@@ -69,6 +69,15 @@ _CODEBOOKS = {
     "gate from .5, codewords for all": f"{_GATE} extend=all",
     "gate from .5, no own codewords": f"{_GATE} extend=none",
 }
+
+
+def replace_rounds(arguments: str) -> str:
+    """Return arguments with rounds in groups of alike silos in place of the last third of the rounds."""
+    if "heart" in arguments:
+        return f"{arguments} iterations=2 group_rounds=5"
+    return arguments.replace("rounds=7 extra_rounds=5", "rounds=5 extra_rounds=3 group_rounds=4")
+
+
 TRIALS = {
     "hospitals": {
         **{
@@ -137,6 +146,25 @@ TRIALS = {
         "FedBN": f"fedbn {_CHOSEN_DIGITS}",
         "FedBN, fine-tuned": f"fine-tuning {_CHOSEN_DIGITS} batch_norm=personal fine_tuning_epochs=5",
     },
+    # The preset itself: how many epochs of fine-tuning, and own batch norm.
+    **{
+        f"{data}, preset": {
+            "FedAvg": f"fedavg {arguments}",
+            **{f"FedAvg, epochs: {e}": f"fine-tuning {arguments} fine_tuning_epochs={e}" for e in (1, 2, 5)},
+            **{f"UEFL, epochs: {e}": f"uefl {arguments} fine_tuning_epochs={e}" for e in (0, 1, 2, 3, 5)},
+            "UEFL, own batch norm": f"uefl {arguments} batch_norm=personal fine_tuning_epochs=0",
+            "UEFL, own batch norm, epochs: 2": f"uefl {arguments} batch_norm=personal fine_tuning_epochs=2",
+            **{
+                f"UEFL, in groups, epochs: {e}": f"uefl {replace_rounds(arguments)} fine_tuning_epochs={e}"
+                for e in (0, 2, 5)
+            },
+        }
+        for data, arguments in {
+            "nine silos": _CHOSEN_DIGITS.replace("num_silos=3,1,1 test_per_silo=400", "").replace(_IMAGES_600, ""),
+            "3, 1 and 1 silos": _CHOSEN_DIGITS,
+            "hospitals": f"heart validation_fraction=0.2 {_FASTER}",
+        }.items()
+    },
 }
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -153,7 +181,7 @@ def list_trials() -> list[StudyRun]:
         for data, trials in TRIALS.items()
         for seed in TRIAL_SEEDS
         for label, arguments in trials.items()
-        for repeat in (FOLDS if data == "hospitals" else [""])
+        for repeat in (FOLDS if data.startswith("hospitals") else [""])
     ]
 
 
