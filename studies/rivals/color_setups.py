@@ -113,8 +113,12 @@ def make_longer(name: str, schedules: Sequence[Schedule], trials: Sequence[Trial
 
 COLOR_SETUPS: Mapping[str, Setup] = {
     **NINE_SILOS,
-    "gtsrb-long": make_longer("gtsrb", list_schedules(3e-5, 1e-4, 3e-4, 1e-3), LONG_GTSRB_TRIALS),
-    "cifar10-long": make_longer("cifar10", list_schedules(1e-5, 3e-5, 1e-4, 3e-4), CIFAR_TRIALS),
+    "gtsrb-long": make_longer("gtsrb", list_schedules(1e-4, 3e-4, 1e-3), LONG_GTSRB_TRIALS),
+    "cifar10-long": make_longer(
+        "cifar10",
+        (*list_schedules(1e-5, 3e-5, 1e-4)[:3], *list_schedules(3e-5, 1e-4, 3e-4)[3:]),  # constant, cosine
+        CIFAR_TRIALS,
+    ),
     "pacs": Setup(
         **{**PRETRAINED, "local": replace(PRETRAINED["local"], batch_size=32)},
         title="PACS, four domains as silos, ResNet18",
