@@ -18,9 +18,11 @@ _LOGISTIC = f"{_LINEAR} dropout=0"
 _CODEBOOK = "num_codewords=16 segments=1 gate=fixed gate_value=0.1"  # a tenth of a patient's columns is the codeword's
 _DROPOUT = "dropout=0.5 weight_decay=0.1"
 _DIGITS = (
-    "mnist5k num_silos=3,1,1 image_size=14 train_per_silo=600 test_per_silo=400 validation_fraction=0.25 rounds=7 "
-    f"extra_rounds=5 iterations=2 epochs=1 schedule=cosine {_FASTER}"
+    "mnist5k num_silos=3,1,1 image_size=14 train_per_silo=600 test_per_silo=400 validation_fraction=0.25 iterations=2 "
+    f"epochs=1 schedule=cosine {_FASTER}"
 )
+_ROUNDS = "rounds=7 extra_rounds=5"
+_GROUP_ROUNDS = "rounds=5 extra_rounds=3 group_rounds=4"  # as many, the last four in groups of alike silos
 _TUNING = "fine_tuning_epochs=5"  # after the last round, at each silo
 NUM_FOLDS = 5
 
@@ -40,9 +42,9 @@ HOSPITALS = Comparison(
 DIGITS = Comparison(
     title="Digits: three upright silos (D1), one rotated by −50° (D2), one by 120° (D3)",
     arguments={
-        "fedavg": f"fedavg {_DIGITS}",
-        "fine-tuned fedavg": f"fine-tuning {_DIGITS} {_TUNING}",
-        "uefl": f"uefl {_DIGITS} gate_value=0.1 {_TUNING}",
+        "fedavg": f"fedavg {_DIGITS} {_ROUNDS}",
+        "fine-tuned fedavg": f"fine-tuning {_DIGITS} {_ROUNDS} {_TUNING}",
+        "uefl": f"uefl {_DIGITS} {_GROUP_ROUNDS} gate_value=0.1 {_TUNING}",
     },
     repeats=[f"seed={i}" for i in range(3)],
     unit="seeds",
