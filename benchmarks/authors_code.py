@@ -128,7 +128,8 @@ def make_demo(*, rounds: int = ROUNDS, tiny: bool = False) -> tuple[list[Silo], 
     """Return the demo's silos and experiment, without warm-up."""
     experiment = make_experiment("uefl", "mnist5k")
     codebook = ExtensibleCodebook(warmup_rounds=0, commitment_weight=0.01)  # four segments, as in earlier records
-    method = replace(experiment.method, rounds=rounds, iterations=1, codebook=codebook)
+    # The authors' code has no fine-tuning.
+    method = replace(experiment.method.without_own_models(), rounds=rounds, iterations=1, codebook=codebook)
     data = experiment.data
     if tiny:
         method = replace(method, local=replace(method.local, epochs=1), codebook=replace(codebook, num_codewords=8))

@@ -37,7 +37,10 @@ class Setup(NamedTuple):
     codebook: tuple[str, ...]  # settings of UEFL that the records have and the library's defaults had
 
 
-FIRST_CODEBOOK = ("num_codewords=256", "segments=4", "codeword_gradient=code", "gate=none", "gate_value=0.75")
+FIRST_CODEBOOK = (
+    *("num_codewords=256", "segments=4", "codeword_gradient=code", "gate=none", "gate_value=0.75"),
+    "fine_tuning_epochs=0",
+)
 SCHEDULE = ("rounds=6", "extra_rounds=4", "iterations=2", "epochs=2")
 SETUPS = {
     # 544 training, 116 validation and 1000 held-out images per silo

@@ -196,7 +196,9 @@ def list_trials() -> list[StudyRun]:
 
 
 def make_experiment(arguments: str) -> Any:
-    """Return the experiment of some arguments of `uefl run`."""
+    """Return the experiment of some arguments of `uefl run`; UEFL fine-tunes where they say so, as in the records."""
+    if arguments.startswith("uefl ") and "fine_tuning_epochs=" not in arguments:
+        arguments += " fine_tuning_epochs=0"
     (experiment,) = parse_experiments(arguments.split(), [], "default").values()
     return experiment
 

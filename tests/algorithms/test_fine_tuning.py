@@ -99,3 +99,29 @@ def test_uefl_with_epochs_is_fine_tuning_with_a_codebook(engine, batch_norm):
     untuned, earlier = run_rounds(plain, make_clients(plain, engine=engine))
     assert have_equal_bits(server.model_state, untuned.model_state), "fine-tuning moves nothing that is shared"
     assert records[-1]["silos"]["ada"]["nll"] != earlier[-1]["silos"]["ada"]["nll"]
+
+
+@pytest.mark.parametrize("engine", [SerialEngine, StackedEngine])
+@pytest.mark.parametrize("own", [{"fine_tuning_epochs": 2}, {"group_rounds": 2}])
+def test_the_last_record_also_has_the_metrics_of_the_shared_model(engine, own):
+    method = make_method("uefl", codebook=True, **own)
+    (_, records), (_, plain) = (
+        run_rounds(m, make_clients(m, engine=engine)) for m in (method, method.without_own_models())
+    )
+    assert not any("shared" in silo for record in records[:-1] for silo in record["silos"].values())
+    for name, entry in plain[-1]["silos"].items():
+        shared = records[-1]["silos"][name]["shared"]
+        assert shared["validation"] == entry["validation"]
+        assert shared["nll"] == entry["nll"] != records[-1]["silos"][name]["nll"]
+
+
+@pytest.mark.parametrize("batch_norm", ["average", "personal"])
+def test_further_rounds_start_without_what_fine_tuning_trained(batch_norm):
+    method = make_method("fine-tuning", batch_norm=batch_norm)
+    clients = make_clients(method)
+    run_rounds(method, clients)
+    names, personal = set(clients.net.state_dict()), set(method.client_state_names(clients.net))
+    for state in clients.client_states.values():
+        assert names <= set(state)
+        resumed = method.resume_client_state(clients.net, {**state, "control": state["classifier.1.bias"]})
+        assert set(resumed) == {"control"} | personal

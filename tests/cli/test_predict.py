@@ -22,6 +22,7 @@ from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import run
 from uefl.experiment.run_folder import RunFolder
 
+TUNED = "uefl fine_tuning_epochs=2"
 COLUMNS = ["file", "label", "probability", "predictive_entropy", "mutual_information"]
 
 
@@ -222,15 +223,22 @@ def test_new_rows_of_a_table_are_predicted_as_in_training(heart_run, capsys, tmp
 
 
 @pytest.mark.parametrize(
-    ("method", "end"), [("fedavg", ", or no silo for what all silos share"), ("fine-tuning", ""), ("uefl", None)]
+    ("method", "end"),
+    [
+        ("fedavg", ", or no silo for what all silos share"),
+        ("fine-tuning", ""),
+        ("uefl", None),
+        (TUNED, ", or no silo for what all silos share"),
+    ],
 )
 def test_a_silo_that_was_left_out_of_training_has_no_model(method: str, end: str, capsys, tmp_path: Path) -> None:
     """By its own name and by that in the run; the silos that trained are named for a misspelt one."""
     tiny = ["width=8", "hidden_size=8", "rounds=1", "iterations=1", "epochs=1", "mc_samples=2"]
     tiny += ["logit_adjustment=none"]  # else models differ by the class frequencies of their silos
-    tiny += ["target_access=all", "num_codewords=8", "codebook_init=gaussian"] if method == "uefl" else []
+    tiny += ["num_codewords=8", "codebook_init=gaussian"] if method in ("uefl", TUNED) else []
+    tiny += ["target_access=all", "fine_tuning_epochs=0"] if method == "uefl" else []
     rule = ["partitioner=leave-one-domain-out", "target=Hungary"]
-    (experiment,) = parse_experiments([method, "heart", *tiny, *rule], ["uefl"], "default").values()
+    (experiment,) = parse_experiments([*method.split(), "heart", *tiny, *rule], ["uefl"], "default").values()
     folder, patients = run(experiment, tmp_path / "runs"), write_patients(tmp_path / "new.csv", slice(3))
     for silo in ("Hungary", "Hungary-held-out") if end is not None else ():
         code, out, err = predict(capsys, folder, patients, "--silo", silo)
@@ -248,7 +256,7 @@ def test_a_silo_that_was_left_out_of_training_has_no_model(method: str, end: str
     code, out, err = predict(capsys, folder, patients, "--silo", "auto")
     assert code == 0
     chosen = err.partition("the model of silo ")[2].strip()  # empty where the models of all silos are equal
-    assert bool(chosen) == (method == "fine-tuning")
+    assert bool(chosen) == (method in ("fine-tuning", TUNED))
     assert predict(capsys, folder, patients, "--silo", chosen)[1] == out, "the same draws for the uncertainty"
 
 

@@ -24,6 +24,7 @@ from uefl.core.federation import Silo
 from uefl.core.local import LocalTraining
 from uefl.engines.stacked.seed_stack import SeedStack
 from uefl.experiment.join_choice import LR_FACTORS, SHARED_PARTS, PartsPlan, Trial, iterate_folds
+from uefl.experiment.join_report import describe_uncertainty
 from uefl.experiment.joining import JoinResult, JoinSettings, Newcomer, join_silo
 from uefl.experiment.silo_models import SiloModels
 from uefl.experiment.train import TrainingResult
@@ -342,3 +343,22 @@ def test_joins_in_one_stack_equal_joins_alone(result, own) -> None:
         for name, tensor in {**alone.own.tensors, **alone.own.codewords}.items():
             other = {**stacked[i].own.tensors, **stacked[i].own.codewords}[name]
             torch.testing.assert_close(other, tensor, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("own", [{"fine_tuning_epochs": 2}, {"group_rounds": 1}])
+def test_own_models_of_a_run_change_nothing_for_a_newcomer(own: dict[str, int]) -> None:
+    silos, encoder, network = make_striped_silos()[:3], make_encoder(), {"num_classes": NUM_CLASSES, "hidden_size": 16}
+    methods = [make_method("uefl", codebook=True, **fields) for fields in (own, {})]
+    tuned, plain = (uefl.train(method, silos, encoder, **network) for method in methods)
+    one, other = (trained.join(NEWCOMER, epochs=2) for trained in (tuned, plain))
+    assert one.trial == other.trial
+    assert one.nll == other.nll
+    assert have_equal_bits(one.own.codewords, other.own.codewords)
+    assert have_equal_bits(one.own.tensors, other.own.tensors)
+    assert (one.shared, one.before, one.after) == (other.shared, other.before, other.after)
+    said = [describe_uncertainty(t.models, "bea", r.shared) for t, r in ((tuned, one), (plain, other))]
+    assert said[0] == said[1]
+    for name in ("bea", ""):
+        models = [joined.models.build(name).net.state_dict() for joined in (one, other)]
+        assert have_equal_bits(*models)
+    assert not have_equal_bits(*(joined.models.build("ada").net.state_dict() for joined in (one, other)))

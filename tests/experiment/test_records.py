@@ -163,6 +163,16 @@ def test_after_fine_tuning_a_summary_is_that_of_the_fine_tuned_models_alone():
     assert summary["bytes_up"] == 30
 
 
+def test_a_summary_compares_own_models_with_the_shared_one_at_the_silos_that_have_both():
+    record = make_record(1, {"ada": 0.5, "bob": 0.5, "cyd": 0.5}, (0.5, 0.5, 0.5))
+    assert summarize_records([record], dict.fromkeys(record["silos"], "x"))["own_models"] == {}
+    for name, (nll, shared_nll) in {"ada": (0.3, 0.5), "bob": (0.1, 0.2)}.items():
+        record["silos"][name] |= {"nll": nll, "shared": {"nll": shared_nll}}
+    record["silos"]["cyd"]["nll"] = 9.0  # joined later, or has no training examples
+    own_models = summarize_records([record], dict.fromkeys(record["silos"], "x"))["own_models"]
+    assert own_models == pytest.approx({"num_silos": 2, "nll": 0.2, "shared_nll": 0.35})
+
+
 def test_the_mean_of_the_last_five_rounds_has_no_earlier_round_when_few_are_evaluated():
     """With evaluate_every=4, the last five evaluated rounds would go back to the beginning of a run."""
     records = [make_record(i + 1, {"ada": 0.1 * (i + 1)}, (0.1 * (i + 1),)) for i in range(9)]

@@ -411,7 +411,7 @@ from uefl.experiment.seeds import compare_seeds
 
 out, console = Path(sys.argv[1]), Console(width=150)
 settings = [s for s in TINY_SETTINGS if not s.startswith("iterations")]
-experiments = parse_experiments([*settings, "iterations=1"], ["uefl"], "default")
+experiments = parse_experiments([*settings, "iterations=1", "fine_tuning_epochs=0"], ["uefl"], "default")
 compare_experiments(experiments, out, RunResources(), console)
 compare_seeds(experiments, [0], out, RunResources(), console)
 """

@@ -1,5 +1,6 @@
 """The choice of a silo by its inputs: the nearest codewords, and a warning if none are near."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,21 @@ from uefl.data.shifts import apply_shift
 from uefl.experiment.loading import open_models
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.run import run
-from uefl.experiment.silo_choice import choose_silo, measure_distances
+from uefl.experiment.silo_choice import choose_silo, measure_distances, measure_entropy
 from uefl.experiment.train import train
 
 SILOS = [make_striped_silo("up", 60, 0), make_striped_silo("down", 60, 10, rotated=True)]
 
 
 def train_small(name, **fields):
+    return train_method(make_method(name, **fields))
+
+
+def train_method(method):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         encoder = make_encoder()
-    return train(make_method(name, **fields), SILOS, encoder, num_classes=NUM_CLASSES, hidden_size=16)
+    return train(method, SILOS, encoder, num_classes=NUM_CLASSES, hidden_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +79,23 @@ def test_personal_models_are_chosen_by_their_uncertainty():
     assert choice.measure == "mean predictive entropy"
     assert choice.scores == pytest.approx(entropies)
     assert choice.silo_name == min(entropies, key=entropies.get)
+
+
+@pytest.mark.parametrize("extend", [SMALL_CODEBOOK.extend, "none"])
+def test_fine_tuned_models_are_chosen_by_codewords_where_these_differ(extend):
+    method = make_method("uefl", rounds=6, extra_rounds=4, fine_tuning_epochs=2)
+    result = train_method(replace(method, codebook=replace(SMALL_CODEBOOK, extend=extend)))
+    has_own_codewords = not bool((result.server.access == result.server.access[:1]).all())
+    assert has_own_codewords == (extend != "none")
+    x = SILOS[1].test.x
+    choice = choose_silo(result.models, x)
+    measure = measure_distances if has_own_codewords else measure_entropy
+    scores = {s.name: measure(result.model(s.name), x).mean().item() for s in SILOS}
+    assert choice.scores == pytest.approx(scores)
+    assert choice.silo_name == min(scores, key=scores.get)
+    assert choice.measure == ("mean distance to its codewords" if has_own_codewords else "mean predictive entropy")
+    copy = choose_silo(result.models.select_silo("up"), x)
+    assert (copy.silo_name, copy.measure) == ("up", "mean distance to its codewords")
 
 
 def test_equal_models_need_no_choice():

@@ -168,6 +168,15 @@ class FedAvg:
         del clients
         return server
 
+    def without_own_models(self) -> FedAvg:
+        """Return this method without models of silos' own, where what all silos share is a model without them."""
+        return self
+
+    def resume_client_state(self, net: nn.Module, client_state: Tensors) -> Tensors:
+        """Return the client state with which a silo starts further rounds of a finished run."""
+        del net
+        return client_state
+
     def run_round(self, clients: Clients, server: ServerState) -> ServerState:
         """Broadcast θ, train at the participants, average their replies."""
         started = time.perf_counter()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from uefl.algorithms.fedavg import FedAvg
-from uefl.algorithms.round_record import record_query_cost, record_rejections
+from uefl.algorithms.round_record import record_query_cost, record_rejections, record_shared_model
 from uefl.core.federation import Broadcast, Clients, Phase, Reply, ServerState, Tensors, Update, is_codeword_tensor
 from uefl.core.field_rules import setting
 
@@ -39,16 +39,29 @@ class FineTuning(FedAvg):
         started, trainable = time.perf_counter(), tuple(name for name, n in clients.num_examples.items() if n)
         server, replies = self.train_own_models(clients, server, self.make_broadcast(clients, server), trainable)
         server = record_rejections(record_query_cost(server, replies, time.perf_counter() - started), replies)
+        server = record_shared_model(server, replies, self.codebook_hooks.code_loss_weight, self.specificity)
         return server.replace(open_record={**server.open_record, "is_fine_tuned": True})
 
     def train_own_models(
         self, clients: Clients, server: ServerState, broadcast: Broadcast, silo_names: tuple[str, ...]
     ) -> tuple[ServerState, list[Reply]]:
-        """Let these silos train the model of a broadcast further and keep it."""
+        """Let these silos measure the model that all share, train it further and keep it."""
+        return server, self.tune_locally(clients, server, broadcast, silo_names, evaluate=True)
+
+    def tune_locally(
+        self,
+        clients: Clients,
+        server: ServerState,
+        broadcast: Broadcast,
+        silo_names: tuple[str, ...],
+        *,
+        evaluate: bool,
+    ) -> list[Reply]:
+        """Let these silos train the model of a broadcast further and keep it; before, they may measure it."""
         broadcast = broadcast._replace(
             round=server.round + 1, participants=silo_names, lr=LR_MULTIPLIER * self.local.lr, is_personal=True
         )
-        return server, list(clients.fit(self, broadcast, evaluate=False))
+        return list(clients.fit(self, broadcast, evaluate=evaluate))
 
     def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
         if not broadcast.is_personal:
@@ -62,6 +75,11 @@ class FineTuning(FedAvg):
         if not self.has_own_models:
             return {}
         return {n: client_state.get(n, t) for n, t in received.items() if not is_codeword_tensor(n)}
+
+    def resume_client_state(self, net: nn.Module, client_state: Tensors) -> Tensors:
+        """Drop the fine-tuned tensors, so that further rounds start with the server's model; own models follow them."""
+        dropped = set(net.state_dict()) - set(self.client_state_names(net))
+        return {n: t for n, t in client_state.items() if n not in dropped}
 
     def personal_tensor_names(self, net: nn.Module) -> Collection[str]:
         if not self.has_own_models:

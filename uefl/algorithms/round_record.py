@@ -17,6 +17,8 @@ from uefl.core.metrics import (
 if TYPE_CHECKING:
     from uefl.algorithms.uncertainty_report import UncertaintyReport
 
+SHARED_MODEL = "shared"  # entry of a silo: metrics of the model that all share, where the others are of its own
+
 
 def start_record(server: ServerState, replies: Sequence[Reply], seconds: float) -> dict[str, Any]:
     """Return the record of a round before its model is evaluated.
@@ -67,6 +69,18 @@ def record_rejections(server: ServerState, replies: Sequence[Reply]) -> ServerSt
     silos = dict(server.open_record["silos"])
     for name, reason in reasons.items():
         silos[name] = silos.get(name, start_entry()) | reason
+    return server.replace(open_record={**server.open_record, "silos": silos})
+
+
+def record_shared_model(
+    server: ServerState, replies: Sequence[Reply], code_loss_weight: float, specificity: float
+) -> ServerState:
+    """Add to the open record how silos measured the model that all share, before they trained models of their own."""
+    silos = dict(server.open_record["silos"])
+    for reply in replies:
+        if reply.evaluations.received and not reply.rejected:
+            shared = describe_evaluation(reply.evaluations, code_loss_weight, specificity)
+            silos[reply.silo_name] = silos.get(reply.silo_name, start_entry()) | {SHARED_MODEL: shared}
     return server.replace(open_record={**server.open_record, "silos": silos})
 
 

@@ -7,7 +7,7 @@ The round is FedAvg's (`fedavg.py`), the end of an iteration is the codebook's (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from uefl.algorithms.alike_silos import group_alike_silos
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
@@ -54,6 +54,9 @@ class UEFL(FineTuning):
     def has_own_models(self) -> bool:
         return super().has_own_models or self.group_rounds > 0
 
+    def without_own_models(self) -> UEFL:
+        return replace(self, fine_tuning_epochs=0, group_rounds=0)
+
     def train_own_models(
         self, clients: Clients, server: ServerState, broadcast: Broadcast, silo_names: tuple[str, ...]
     ) -> tuple[ServerState, list[Reply]]:
@@ -69,9 +72,9 @@ class UEFL(FineTuning):
             for i in range(self.group_rounds):
                 lr = GROUP_LR_MULTIPLIER * self.local.lr * (1 - i / self.group_rounds)
                 own = own._replace(round=server.round + 1 + i, participants=group, lr=lr)
-                model_state, of_round = self.average_replies(clients, server, own, evaluate=False)
+                model_state, of_round = self.average_replies(clients, server, own, evaluate=i == 0)
                 own, replies = own._replace(model_state={**own.model_state, **model_state}), [*replies, *of_round]
-            replies += super().train_own_models(clients, server, own, group)[1]
+            replies += self.tune_locally(clients, server, own, group, evaluate=False)
         return server.replace(open_record={**server.open_record, "groups": groups}), replies
 
     def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,8 @@ def train_all(
     else:
         server, client_states = load_checkpoint(parent.folder.server_path, "cpu")
         server, client_states = add_to_server(server, client_states, silo.name, result.own)
+        resume = partial(prepared.experiment.method.resume_client_state, prepared.net)
+        client_states = {name: resume(state) for name, state in client_states.items()}
         parent_records = parent.folder.read_records()
         write_text(folder.records_path, "".join(json.dumps(r, sort_keys=True) + "\n" for r in parent_records))
         save_checkpoint(folder.checkpoint_path, server, client_states)

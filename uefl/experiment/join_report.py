@@ -138,8 +138,8 @@ def make_join_table(evaluations: Mapping[str, Evaluation]) -> Table:
 
 
 def _list_references(models: SiloModels) -> dict[str, dict[str, Any]]:
-    """Return the validation metrics of the run's silos after its last round, where they are known."""
-    silos = models.description.silos
+    """Return the validation metrics of the run's silos with its last shared model, where they are known."""
+    silos = models.without_own_models().description.silos
     return {n: facts.reference for n, facts in silos.items() if math.isfinite(facts.reference.get("entropy", math.nan))}
 
 

@@ -59,7 +59,7 @@ from uefl.experiment.join_choice import (
     list_plans,
 )
 from uefl.experiment.settings import from_dict
-from uefl.experiment.silo_models import REFERENCE_METRICS, SiloFacts, SiloModels, count_labels
+from uefl.experiment.silo_models import SiloFacts, SiloModels, count_labels, select_reference
 from uefl.experiment.trained_model import TrainedModel, save_models
 from uefl.models.frozen_batch_norm import freeze_batch_norm_statistics
 
@@ -191,10 +191,11 @@ def join_silo(
     """
     check_device(device)
     silo = check_newcomer(models, silo)
-    plans = list_plans(models.method, models.template, settings)
+    base = models.without_own_models()
+    plans = list_plans(base.method, base.template, settings)
     on_progress("features", 0, 0)
-    examples, is_encoded = encode_features(models, silo, settings, device)
-    make = partial(Newcomer, models, settings=settings, device=device, is_encoded=is_encoded, other_sizes=other_sizes)
+    examples, is_encoded = encode_features(base, silo, settings, device)
+    make = partial(Newcomer, base, settings=settings, device=device, is_encoded=is_encoded, other_sizes=other_sizes)
     newcomers = {plan: make(examples, plan, make_clients=make_clients) for plan in plans}
     first = next((n for p, n in newcomers.items() if p.keeps_shared_values), None) or make(examples, SHARED_PARTS)
     if len(plans) == 1:
@@ -207,8 +208,9 @@ def join_silo(
     after = newcomer.evaluate(newcomer.make_broadcast(choice.own))
     facts = SiloFacts(
         len(silo.train.y),
-        {n: after["validation"][n] for n in REFERENCE_METRICS if n in after.get("validation", {})},
+        select_reference(after),
         tuple(count_labels(silo.train.y, len(models.description.class_names))),
+        has_joined=True,
     )
     joined = add_silo_model(models, silo, facts, choice.own)
     held_out = {**models.held_out, **collect_held_out(joined, [silo], device)}

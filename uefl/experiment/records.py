@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from uefl.algorithms.round_record import SHARED_MODEL
 from uefl.core.errors import InputError
 from uefl.core.metrics import (
     METRICS,
@@ -93,6 +94,7 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
         "extensions": [summarize_decision(r) for r in records if r.get("has_decision")],
         "revocations": [summary for r in records if (summary := summarize_revocation(r))],
         "groups": records[-1].get("groups", []),
+        "own_models": summarize_own_models(records[-1]),
         "bytes_up": sum(r["bytes_up"] for r in records),
         "bytes_down": sum(r["bytes_down"] for r in records),
         "seconds": sum(r["seconds"] for r in records),
@@ -125,6 +127,15 @@ def count_new_codewords(record: Record) -> dict[str, int]:
 
 def _validation_accuracy(record: Record) -> float:
     return mean_metric([s["validation"] for s in record["silos"].values() if "validation" in s], "accuracy")
+
+
+def summarize_own_models(record: Record) -> dict[str, Any]:
+    """Summarize what models of silos' own changed: the mean NLL of test examples; empty where there are none."""
+    silos = [s for s in record["silos"].values() if "nll" in s and "nll" in s.get(SHARED_MODEL, {})]
+    if not silos:
+        return {}
+    shared_nll = mean_metric([s[SHARED_MODEL] for s in silos], "nll")
+    return {"num_silos": len(silos), "nll": mean_metric(silos, "nll"), "shared_nll": shared_nll}
 
 
 def summarize_revocation(record: Record) -> dict[str, Any]:

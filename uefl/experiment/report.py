@@ -42,8 +42,8 @@ class Column(NamedTuple):
 def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     """Print what happened in finished runs, their table, and what its labels mean."""
     local = {name: RunFolder(path).read_header()["experiment"]["method"]["local"] for name, path in runs.items()}
-    lines = describe_joins(runs) + describe_extensions(runs) + describe_groups(runs) + describe_lost_rounds(runs)
-    lines += describe_chance_level(runs)
+    lines = describe_joins(runs) + describe_extensions(runs) + describe_groups(runs) + describe_own_models(runs)
+    lines += describe_lost_rounds(runs) + describe_chance_level(runs)
     for line in lines + describe_local_differences(local) + describe_samples(runs):
         console.print(line, soft_wrap=True, markup=False)
     summaries = _read_summaries(runs)
@@ -280,6 +280,18 @@ def describe_groups(runs: Mapping[str, Path]) -> list[str]:
         if groups := RunFolder(folder).read_summary().get("groups"):
             listed = "; ".join(", ".join(group) for group in groups)
             lines.append(f"{name}: after the last round, groups of alike silos trained one model each: {listed}")
+    return lines
+
+
+def describe_own_models(runs: Mapping[str, Path]) -> list[str]:
+    """Describe what local fine-tuning after the last round changed."""
+    lines = []
+    for name, folder in runs.items():
+        if own := RunFolder(folder).read_summary().get("own_models"):
+            lines.append(
+                f"{name}: after the last round, {own['num_silos']} silos trained models of their own from the shared "
+                f"one: mean NLL of test examples {own['nll']:.3f}, of the shared model {own['shared_nll']:.3f}"
+            )
     return lines
 
 

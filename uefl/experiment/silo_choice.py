@@ -1,8 +1,9 @@
 """Choose the silo whose model fits some inputs best, for inputs whose origin is not known.
 
 With codewords of their own, the silo with the smallest mean squared distance between features and codewords is chosen;
-without, the one with the lowest mean predictive entropy. The same number on the silo's validation examples shows
-whether it fits. No silo fits if the distances differ, or if the entropy is higher, by more than three standard errors.
+where silos differ by other parts, the one with the lowest mean predictive entropy. The same number on the silo's
+validation examples shows whether it fits. No silo fits if the distances differ, or if the entropy is higher, by more
+than three standard errors.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def choose_silo(models: SiloModels, x: Tensor, device: str = "cpu") -> SiloChoic
         raise InputError(f"silo {AUTO} needs at least one input")
     if not models.has_own_parts and not models.description.owner:
         return SiloChoice("", {})
-    uses_codewords = bool(models.access.numel()) and not models.personal_names
+    uses_codewords = _compares_codewords(models)
     values: dict[str, Tensor] = {}
     for name in _list_candidates(models):
         model = models.build(name, device)
@@ -96,6 +97,14 @@ def measure_entropy(model: TrainedModel, x: Tensor) -> Tensor:
     """Return the predictive entropy of each input: [n]."""
     batches = enumerate(iterate_batch_slices(len(x), model.batch_size))
     return torch.cat([torch.from_numpy(model.predict_batch(x[s], i).uncertainty.entropy) for i, s in batches])
+
+
+def _compares_codewords(models: SiloModels) -> bool:
+    """Return whether silos are compared by their codewords; models of silos' own may differ by their weights alone."""
+    if not models.access.numel() or models.without_own_models().personal_names:
+        return False
+    have_equal_codewords = bool((models.access == models.access[:1]).all())
+    return not (have_equal_codewords and models.personal_names) or bool(models.description.owner)
 
 
 def _list_candidates(models: SiloModels) -> list[str]:

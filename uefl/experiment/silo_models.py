@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.own_parts import add_missing_gates
+from uefl.algorithms.round_record import SHARED_MODEL
 from uefl.core.checksum import compute_checksum
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import ServerState, Tensors, gather_accessible_rows
@@ -47,6 +48,8 @@ class SiloFacts:
     label_counts: tuple[int, ...] = ()  # training examples per class; empty: not known here
     temperature: float | None = None  # set by a calibration
     thresholds: dict[str, float] | None = None  # set by a calibration: of prediction sets and of abstaining
+    shared_reference: dict[str, float] = field(default_factory=dict)  # with the shared model; empty: none of its own
+    has_joined: bool = False  # after the run: it uses what all silos share where it has no tensor of its own
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,27 @@ class SiloModels:
             held_out={n: own for n, own in self.held_out.items() if n == silo_name},
         )
 
+    def without_own_models(self) -> SiloModels:
+        """Return what the same run has without models of silos' own, with which silos join and none is needed."""
+        method = self.method.without_own_models()
+        if method == self.method:
+            return self
+        names = set(method.personal_tensor_names(self.template))
+        silos = self.description.silos
+        return replace(
+            self,
+            description=replace(
+                self.description,
+                method=self.description.method and to_dict(method),
+                silos={n: replace(f, reference=f.shared_reference or f.reference) for n, f in silos.items()},
+            ),
+            personal_tensors={
+                silo: {n: t for n, t in tensors.items() if n in names or silos[silo].has_joined}
+                for silo, tensors in self.personal_tensors.items()
+            },
+            own_method=self.own_method and method,
+        )
+
     # --- models ---------------------------------------------------------------------------------------------------
 
     @property
@@ -173,6 +197,8 @@ class SiloModels:
     def build(self, silo_name: str = "", device: str = "cpu") -> TrainedModel:
         """Return the model of a silo; without a name, that of the silo's copy, or the one that all silos share."""
         silo_name = silo_name or self.description.owner
+        if not silo_name and (shared := self.without_own_models()) is not self:
+            return shared.build("", device)
         row = self._get_access_row(silo_name) if silo_name else self._get_shared_row()
         if row.numel() and not row.any():
             raise InputError(f"no codeword is shared by all silos; choose a silo: {self._list_silos()}")
@@ -209,7 +235,7 @@ class SiloModels:
     def check_silo(self, silo_name: str) -> None:
         """Raise an error that names the silos unless one has this name and a model."""
         if any(silo_name in (name, name.removesuffix(HELD_OUT_SUFFIX)) for name in self._list_left_out()):
-            shared = "" if self.personal_names else ", or no silo for what all silos share"
+            shared = "" if self.without_own_models().personal_names else ", or no silo for what all silos share"
             raise InputError(
                 f"silo '{silo_name}' was left out of training, so it has no model of its own; use `--silo auto` for "
                 f"the silo that fits the inputs best{shared}"
@@ -249,7 +275,9 @@ class SiloModels:
     def _get_personal_tensors(self, silo_name: str) -> Tensors:
         names = self.personal_names
         tensors = self.personal_tensors.get(silo_name, {})
-        if missing := [name for name in names if name not in tensors]:
+        facts = self.description.silos.get(silo_name, SiloFacts())
+        shared = self.model_state if facts.has_joined else {}
+        if missing := [name for name in names if name not in tensors and name not in shared]:
             raise InputError(f"{missing[0]} of silo {silo_name} stayed at the silo; use the copy that the silo wrote")
         return tensors  # a silo that joined later may have more tensors of its own than the method gives
 
@@ -272,15 +300,22 @@ def collect_facts(
     last_record: Mapping[str, Any],
 ) -> dict[str, SiloFacts]:
     """Return the facts of every silo after the last round."""
-    validation = {name: last_record["silos"].get(name, {}).get("validation", {}) for name in silo_names}
+    entries = {name: last_record["silos"].get(name, {}) for name in silo_names}
     return {
         name: SiloFacts(
             num_examples[name],
-            {n: validation[name][n] for n in REFERENCE_METRICS if n in validation[name]},
+            select_reference(entries[name]),
             tuple(label_counts.get(name, ())),
+            shared_reference=select_reference(entries[name].get(SHARED_MODEL, {})),
         )
         for name in silo_names
     }
+
+
+def select_reference(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of validation examples by which inputs and newcomers are compared with a silo."""
+    validation = evaluation.get("validation", {})
+    return {n: validation[n] for n in REFERENCE_METRICS if n in validation}
 
 
 def gather_personal_tensors(method: FedAvg, clients: Any, server: ServerState) -> dict[str, Tensors]:
