@@ -217,7 +217,7 @@ def test_compare_names_uncertain_silos_and_ends_with_one_table(tmp_path: Path) -
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.strip() in answer.stdout
     again = uefl("compare", *TINY_SETTINGS, "--out", str(tmp_path))
-    assert again.stdout.count("already finished") == 3
+    assert again.stdout.count("already finished") == 4
 
 
 def test_a_run_whose_replies_are_all_unusable_reports_it(tmp_path: Path) -> None:

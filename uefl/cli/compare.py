@@ -47,7 +47,8 @@ def compare(
 
     FedAvg runs with and without layer norm; the table shows the variant with
     the higher validation accuracy. If you set `feature_norm=`, FedAvg runs once
-    with that setting. A method that needs another optimizer is named below the
+    with that setting. Without names of methods, FedAvg, FedAvg with local
+    fine-tuning and UEFL run; UEFL fine-tunes, too. A method that needs another optimizer is named below the
     progress, with its settings: SCAFFOLD trains with SGD.
 
     \b
@@ -62,7 +63,7 @@ def compare(
     seed_list = None if seeds is None else parse_seeds(seeds)
     if seeds and (seed := next((a for a in arguments if a.startswith("seed=")), "")):
         raise InputError(f"use either {seed} or --seeds {seeds}, not both")
-    experiments = parse_experiments(arguments, ["fedavg", "uefl"], preset)
+    experiments = parse_experiments(arguments, ["fedavg", "fine-tuning", "uefl"], preset)
     from rich.console import Console
 
     from uefl.experiment.comparison import RunResources, add_fedavg_no_layer_norm, compare_experiments
