@@ -362,3 +362,13 @@ def test_own_models_of_a_run_change_nothing_for_a_newcomer(own: dict[str, int]) 
         models = [joined.models.build(name).net.state_dict() for joined in (one, other)]
         assert have_equal_bits(*models)
     assert not have_equal_bits(*(joined.models.build("ada").net.state_dict() for joined in (one, other)))
+
+
+def test_own_models_that_stayed_at_their_silos_are_not_replaced_by_the_shared_one() -> None:
+    """As in the coordinator's file of a deployment, which a silo may also join in one process."""
+    models = replace(train("uefl", codebook=True, fine_tuning_epochs=1).models, personal_tensors={})
+    joined = join_silo(models, NEWCOMER, JoinSettings(epochs=1, head="own")).models
+    assert joined.build().silo_name == ""
+    assert len(joined.build("bea").predict(NEWCOMER.test.x)) == len(NEWCOMER.test.y)
+    with pytest.raises(InputError, match="of silo ada stayed at the silo; use the copy that the silo wrote"):
+        joined.build("ada")

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SHORT_RUN, TINY_SETTINGS, drop_seconds, have_equal_bits, make_clients
+from harness import SHORT_RUN, SMALL_CODEBOOK, TINY_SETTINGS, drop_seconds, have_equal_bits, make_clients
 
 from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.uefl import UEFL
 from uefl.cli.show import show
 from uefl.core.errors import InputError
 from uefl.engines import ENGINES
@@ -123,6 +124,26 @@ def test_a_resumed_run_has_the_states_of_its_clients(tmp_path: Path, monkeypatch
     resumed = RunFolder(run_striped_silos(tmp_path / "resumed", method))
     assert len(calls) == 5
     assert resumed.model_path.read_bytes() == whole_run.model_path.read_bytes()
+
+
+@pytest.mark.parametrize("target", ["algorithms.fine_tuning.record_query_cost", "experiment.run.write_results"])
+def test_a_run_that_stops_while_silos_fine_tune_or_later_ends_with_the_same_bits(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tuning is repeated from the last round, or its models are found in the last checkpoint."""
+    method = UEFL(**SHORT_RUN, codebook=SMALL_CODEBOOK, fine_tuning_epochs=2, group_rounds=1)
+    whole_run = RunFolder(run_striped_silos(tmp_path / "whole", method))
+    with monkeypatch.context() as patch:
+        patch.setattr(f"uefl.{target}", raise_memory_error)
+        with pytest.raises(MemoryError):
+            run_striped_silos(tmp_path / "resumed", method)
+    resumed = RunFolder(run_striped_silos(tmp_path / "resumed", method))
+    assert resumed.model_path.read_bytes() == whole_run.model_path.read_bytes()
+    assert [*map(drop_seconds, resumed.read_records())] == [*map(drop_seconds, whole_run.read_records())]
+
+
+def raise_memory_error(*_: Any) -> None:
+    raise MemoryError
 
 
 def test_a_run_folder_contains_all_files_and_record_keys(whole: RunFolder) -> None:

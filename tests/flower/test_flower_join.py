@@ -139,6 +139,31 @@ def test_the_silo_s_own_copy_predicts_and_has_only_shared_codewords_and_its_own(
     assert load(copy).input_format.decode_file(image.read_bytes()).shape == (1, 14, 14)
 
 
+def test_own_models_of_the_run_change_nothing_for_a_newcomer(tmp_path):
+    """The coordinator has the shared model alone, which predicts without a silo."""
+    entries = []
+    for epochs in (0, 2):
+        folder, root = tmp_path / str(epochs), tmp_path / str(epochs) / "runs"
+        grid = make_grid(folder, ["north", "south", "east"])
+        east = grid.nodes.pop(12)
+        fields = {"out": str(root), "data": "folder", "num_silos": 2, "connect_timeout": 2.0}
+        fields["settings"] = f"{SETTINGS} fine_tuning_epochs={epochs}"
+        run_server_app(grid, make_run_config(**fields))
+        run = Path(read_result(root).folder)
+        grid.nodes[12] = east
+        run_server_app(grid, make_run_config(**fields, join=run.name, join_silo="east", join_settings="epochs=2"))
+        entries.append(RunFolder(Path(read_result(root).folder)).read_header()["joined"][-1])
+        models = open_models(run)
+        assert models.build().silo_name == ""
+        if epochs:
+            with pytest.raises(InputError, match=r"of silo north stayed at the silo; use the copy that the silo wrote"):
+                models.build("north")
+        copies = {path.parent.name: load(path) for path in folder.rglob("state/**/model.safetensors")}
+        assert sorted(copies) == ["silo-east", "silo-north", "silo-south"]
+    assert entries[0] == entries[1]
+    assert "the silos of the run have" in entries[0]["uncertainty"]
+
+
 def test_mistakes_end_with_one_line_and_exit_code_2(finished):
     _, run, grid, run_config = finished
     for changes, reason in (
