@@ -21,7 +21,7 @@ PRESETS = ("default", "paper")
 COLOR_DATASETS = ("gtsrb", "cifar10", "cifar100")
 
 PUBLIC_IMAGES = 1000  # for methods that need them (FCCL: 5000)
-# Budget for the embedded data: a comparison takes three minutes on two cores (docs/log.md).
+# Budget for the embedded data: a comparison of two methods takes three minutes on two cores (docs/log.md).
 DEMO_BUDGET: dict[str, Any] = {"rounds": 8, "extra_rounds": 6, "iterations": 3}
 # Budget for tables: twenty rounds take seconds for hundreds of rows.
 TABLE_BUDGET: dict[str, Any] = {"rounds": 10, "extra_rounds": 5, "iterations": 3}
