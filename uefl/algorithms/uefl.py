@@ -24,13 +24,13 @@ GROUP_LR_MULTIPLIER = 0.5  # of the first round's learning rate
 class UEFL(FineTuning):
     """FedAvg with an extensible codebook: uncertain silos get codewords from K-means on their own features.
 
-    Local fine-tuning after the last round is an option, as it is for FedAvg; the paper has none.
+    Local fine-tuning after the last round is an option, as for FedAvg; the paper has none. The shared model stays.
     """
 
     fine_tuning_epochs: int = setting(
         0,
         "Passes over a silo's training examples after the last round, at a tenth of the learning rate; 0: no local "
-        "fine-tuning, as in the paper (D34).",
+        "fine-tuning, as in the paper; the preset default has 5 (D34).",
         at_least=0,
     )
 
