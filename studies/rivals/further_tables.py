@@ -6,8 +6,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from studies.methods.runner import RunRecord
-from studies.rivals.runner import RECEIVER_ROW, Choice, list_receiver_runs, list_table_parts, make_run
+from studies.methods.runner import RunRecord, StudyRun
+from studies.rivals.runner import (
+    ABLATION_ROW,
+    RECEIVER_ROW,
+    Choice,
+    list_ablation_runs,
+    list_receiver_runs,
+    list_table_parts,
+    make_run,
+)
 from studies.rivals.setups import SETUPS
 from studies.rivals.starts import count_starts
 from studies.rivals.tables import (
@@ -96,47 +104,69 @@ def render_receivers(
     name: str, choice: Choice | None, trials: Sequence[RunRecord], results: Sequence[RunRecord]
 ) -> str:
     """Render UEFL with codewords for other silos than its own choice, and the gain of that choice."""
-    setup, columns = SETUPS[name], [c for c in COLUMNS if c.metric in ("accuracy", "nll")]
     rows = find_receiver_rows(name, choice, trials, results) if choice else {}
     if len(rows) < 2 or not choice:  # no other silos were compared
         return ""
-    own = setup.rows[UEFL].trials[choice.trials[UEFL]].method["codebook"].extend
-    head = ["silos that get codewords", *(c.title for c in columns), f"gain of `{own}` in mA, points", "in NLL, %"]
-    lines = [head]
-    for extend, records in rows.items():
+    trial = SETUPS[name].rows[UEFL].trials[choice.trials[UEFL]]
+    table = render_variants(SETUPS[name], "silos that get codewords", rows, f"`{trial.method['codebook'].extend}`")
+    return f"UEFL ({trial.label}) with codewords for other silos (`extend`):\n\n{table}"
+
+
+def render_ablations(name: str, choice: Choice | None, results: Sequence[RunRecord]) -> str:
+    """Render UEFL without parts of its codebook, and the gain of the whole."""
+    if not choice or not SETUPS[name].ablations:
+        return ""
+    runs = [(run.method.removeprefix(ABLATION_ROW), run, results) for run in list_ablation_runs(name, choice)]
+    rows = find_variant_rows(name, choice, UEFL, runs, results)
+    return render_variants(SETUPS[name], "UEFL without", rows, "UEFL") if rows else ""
+
+
+def render_variants(setup: Setup, title: str, rows: Mapping[str, Mapping[Part, RunRecord]], own: str) -> str:
+    """Render variants of UEFL and the gain of the first one, its own choice, over each."""
+    columns = [c for c in COLUMNS if c.metric in ("accuracy", "nll")]
+    lines = [[title, *(c.title for c in columns), f"gain of {own} in mA, points", "in NLL, %"]]
+    first = next(iter(rows))
+    for variant, records in rows.items():
         cells = [format_mean([c.scale * mean_over_silos(r, c.metric) for r in records.values()], c) for c in columns]
-        pair = {UEFL: rows[own], extend: records}
-        gains = [
-            find(pair, extend, sorted(records), get_comparison(setup)) for find in (find_accuracy_gain, find_nll_gain)
-        ]
-        texts = (
-            ["", ""]
-            if extend == own
-            else [format_gain(gains[0], MARGIN_POINTS, 2), format_gain(gains[1], MARGIN_NLL, 1)]
-        )
-        lines.append([f"`{extend}`", *cells, *texts])
-    label = setup.rows[UEFL].trials[choice.trials[UEFL]].label
-    table = format_table(lines)
-    return f"UEFL ({label}) with codewords for other silos (`extend`):\n\n{table}"
+        gains = ["", ""]
+        if variant != first:
+            pair, parts, compare = {UEFL: rows[first], variant: records}, sorted(records), get_comparison(setup)
+            accuracy, nll = (
+                find_accuracy_gain(pair, variant, parts, compare),
+                find_nll_gain(pair, variant, parts, compare),
+            )
+            gains = [format_gain(accuracy, MARGIN_POINTS, 2), format_gain(nll, MARGIN_NLL, 1)]
+        lines.append([variant, *cells, *gains])
+    return format_table(lines)
 
 
 def find_receiver_rows(
     name: str, choice: Choice, trials: Sequence[RunRecord], results: Sequence[RunRecord]
 ) -> dict[str, dict[Part, RunRecord]]:
     """Return by value of `extend` the records of UEFL, or nothing until all have run."""
+    own = SETUPS[name].rows[UEFL].trials[choice.trials[UEFL]].method["codebook"].extend
+    runs = [(f"`{run.method.removeprefix(RECEIVER_ROW)}`", run, results) for run in list_receiver_runs(name, choice)]
+    return find_variant_rows(name, choice, f"`{own}`", runs, trials if SETUPS[name].folds else results)
+
+
+def find_variant_rows(
+    name: str,
+    choice: Choice,
+    own_label: str,
+    variants: Sequence[tuple[str, StudyRun, Sequence[RunRecord]]],
+    recorded: Sequence[RunRecord],
+) -> dict[str, dict[Part, RunRecord]]:
+    """Return by label the records of UEFL as chosen, then of its variants, or nothing until all have run."""
     setup, number = SETUPS[name], choice.trials[UEFL]
-    trial, recorded = setup.rows[UEFL].trials[number], trials if setup.folds else results
-    own_row = f"{UEFL}: {trial.label}" if setup.folds else UEFL
+    own_row = f"{UEFL}: {setup.rows[UEFL].trials[number].label}" if setup.folds else UEFL
     own = [
         make_run(name, UEFL, number, choice.schedule, seed, fold=fold, row=own_row)
         for seed, fold in list_table_parts(setup)
     ]
-    pairs = [(trial.method["codebook"].extend, run, recorded) for run in own]
-    pairs += [(run.method.removeprefix(RECEIVER_ROW), run, results) for run in list_receiver_runs(name, choice)]
     rows = defaultdict[str, dict[Part, RunRecord]](dict)
-    for extend, run, records in pairs:
+    for label, run, records in [*((own_label, run, recorded) for run in own), *variants]:
         matches = [r for r in records if identify_record(r) == identify_run(run) and r["setup"] == name]
         if not matches:
             return {}
-        rows[extend][find_part(run)] = matches[-1]
+        rows[label][find_part(run)] = matches[-1]
     return dict(rows)

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from studies.methods.runner import RunRecord
-from studies.rivals.further_tables import SMALL_SILO, render_aurocs, render_costs, render_receivers
-from studies.rivals.runner import Choice, Files, get_choice, list_final_runs, list_trials, read_frozen
+from studies.rivals.further_tables import SMALL_SILO, render_ablations, render_aurocs, render_costs, render_receivers
+from studies.rivals.runner import Choice, Files, get_choice, get_score_name, list_final_runs, list_trials, read_frozen
 from studies.rivals.setups import SETUPS
 from studies.rivals.starts import choose_starts, describe_starts
 from studies.rivals.statistics import adjust_holm
@@ -50,6 +50,7 @@ def render_page(files: Files) -> str:
             parts += [render_domains(setup, rows), render_aurocs(setup, rows)]
             parts += [render_costs(name, rows, read_records(files.times))]
             parts += [render_receivers(name, get_choice(name, files), trials, results)]
+            parts += [render_ablations(name, get_choice(name, files), results)]
         elif scores := find_trial_scores(name, trials):
             parts += [f"## {setup.title}: trials only", describe_trials(scores)]
     parts.insert(1, render_primary(tables))
@@ -144,10 +145,11 @@ def describe_choice(name: str, frozen: Mapping[str, RunRecord]) -> str:
     if all(len(row.trials) == 1 for row in setup.rows.values()):
         return "All settings are those of the preset; nothing was chosen here."
     for method, row in setup.rows.items():
-        scores = entry["validation_nll"][method]
+        scores = entry[get_score_name(setup)][method]
         cells = [f"{re.sub(r'^1 epochs', '1 epoch', t.label)} {s:.4f}" for t, s in zip(row.trials, scores, strict=True)]
         cells[entry["trials"][method]] = f"**{cells[entry['trials'][method]]}**"
-        lines.append(f"- {method} (validation NLL): {', '.join(cells)}")
+        score = "validation error rate" if setup.chosen_by == "accuracy" else "validation NLL"
+        lines.append(f"- {method} ({score}): {', '.join(cells)}")
     return "\n".join([lines[0], "", *lines[1:]])
 
 

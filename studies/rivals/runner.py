@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -18,6 +18,7 @@ from uefl.experiment.records import read_records
 
 SEARCH = "schedule search"  # row of the runs that choose the schedule
 RECEIVER_ROW = f"{UEFL}, extend="  # beginning of the rows in which other silos get codewords
+ABLATION_ROW = f"{UEFL}, without: "  # beginning of the rows whose codebook lacks something
 START_ROW = f"{IFCA}, start="  # beginning of the rows with further starts of IFCA
 NUM_STARTS = 3  # of IFCA, of which validation chooses one per seed
 
@@ -61,11 +62,13 @@ def make_run(
 
 
 def select_schedule(name: str, run_records: Sequence[RunRecord]) -> Schedule:
-    """Return the schedule with which FedAvg has the lowest validation NLL; at the edge of the grid it is an error."""
+    """Return the schedule that is best for FedAvg on validation examples; at the edge of the grid it is an error."""
     setup = SETUPS[name]
     scores = {
-        schedule: mean_validation_nll(
-            [run for run in list_schedule_search(name) if run.method == f"{SEARCH}: {schedule}"], run_records
+        schedule: mean_validation_loss(
+            setup,
+            [run for run in list_schedule_search(name) if run.method == f"{SEARCH}: {schedule}"],
+            run_records,
         )
         for schedule in setup.schedules
     }
@@ -101,14 +104,15 @@ def list_trial_parts(setup: Setup) -> list[tuple[int, int]]:
     return [(seed, 0) for seed in setup.trial_seeds]
 
 
-def mean_validation_nll(runs: Sequence[StudyRun], run_records: Sequence[RunRecord]) -> float:
-    """Return the mean validation NLL of runs, all of which must be recorded."""
+def mean_validation_loss(setup: Setup, runs: Sequence[StudyRun], run_records: Sequence[RunRecord]) -> float:
+    """Return the mean validation NLL, or the mean error rate, of runs, all of which must be recorded."""
     values: list[float] = []
     for run in runs:
         matches = run.find_records(run_records)
         if not matches:
             raise InputError(f"{run.label} has no record; run `python -m studies.rivals select --setup {run.setup}`")
-        values.append(matches[-1]["validation_nll"])
+        record = matches[-1]
+        values.append(1 - record["validation_accuracy"] if setup.chosen_by == "accuracy" else record["validation_nll"])
     return mean(values)
 
 
@@ -154,7 +158,7 @@ def run_search(name: str, resources: StudyResources, files: Files, report: Calla
 
 
 def freeze_choice(name: str, files: Files) -> Choice:
-    """Store the trial of every row with the lowest validation NLL; a frozen choice never changes."""
+    """Store the trial of every row that validation chooses; a frozen choice never changes."""
     frozen = read_frozen(files.frozen)
     if name not in frozen:
         run_records, setup = read_records(files.trials), SETUPS[name]
@@ -162,7 +166,7 @@ def freeze_choice(name: str, files: Files) -> Choice:
         scores = defaultdict[str, list[float]](list)
         for method, row in setup.rows.items():
             if is_chosen_elsewhere(name, method):
-                scores[method] = frozen[setup.rows_of]["validation_nll"][method]
+                scores[method] = frozen[setup.rows_of][get_score_name(setup)][method]
                 continue
             if len(row.trials) == 1:
                 scores[method] = [0.0]  # nothing to choose
@@ -172,15 +176,20 @@ def freeze_choice(name: str, files: Files) -> Choice:
                     make_run(name, method, trial, schedule, seed, row=f"{method}: {choice.label}")
                     for seed, _ in list_trial_parts(setup)
                 ]
-                scores[method].append(mean_validation_nll(runs, run_records))
+                scores[method].append(mean_validation_loss(setup, runs, run_records))
         frozen[name] = {
             "schedule": {"schedule": schedule.schedule, "lr": schedule.lr},
             "trials": {method: values.index(min(values)) for method, values in scores.items()},
-            "validation_nll": scores,
+            get_score_name(setup): scores,
         }
         files.frozen.write_text(json.dumps(frozen, indent=1, ensure_ascii=False) + "\n")
     entry = frozen[name]
     return Choice(Schedule(**entry["schedule"]), entry["trials"])
+
+
+def get_score_name(setup: Setup) -> str:
+    """Return the name of what trials are compared by, lower values being better."""
+    return "validation_error" if setup.chosen_by == "accuracy" else "validation_nll"
 
 
 def read_frozen(path: Path) -> dict[str, Any]:
@@ -217,19 +226,27 @@ def list_start_runs(name: str, choice: Choice) -> list[StudyRun]:
 
 def list_receiver_runs(name: str, choice: Choice) -> list[StudyRun]:
     """List UEFL's runs in which other silos get codewords, so that the choice by uncertainty can be compared."""
+    own = SETUPS[name].rows[UEFL].trials[choice.trials[UEFL]].method["codebook"].extend
+    others = [extend for extend in SETUPS[name].receivers if extend != own]
+    return [run for e in others for run in list_codebook_runs(name, choice, f"{RECEIVER_ROW}{e}", {"extend": e})]
+
+
+def list_ablation_runs(name: str, choice: Choice) -> list[StudyRun]:
+    """List UEFL's runs whose codebook lacks something, so that it can be seen what the gain comes from."""
+    ablations = SETUPS[name].ablations.items()
+    return [run for label, c in ablations for run in list_codebook_runs(name, choice, f"{ABLATION_ROW}{label}", c)]
+
+
+def list_codebook_runs(name: str, choice: Choice, row: str, changes: Mapping[str, Any]) -> list[StudyRun]:
+    """List UEFL's runs of a table with these settings of its codebook changed."""
     setup = SETUPS[name]
     trial = setup.rows[UEFL].trials[choice.trials[UEFL]]
-    codebook = trial.method["codebook"]
-    runs = []
-    for extend in setup.receivers:
-        if extend != codebook.extend:
-            changed = replace(trial, method={**trial.method, "codebook": replace(codebook, extend=extend)})
-            runs += [
-                StudyRun(name, f"{RECEIVER_ROW}{extend}", seed, experiment, with_silos=True)
-                for seed, fold in list_table_parts(setup)
-                for experiment in [setup.make_experiment(UEFL, changed, choice.schedule, seed, fold)]
-            ]
-    return runs
+    changed = replace(trial, method={**trial.method, "codebook": replace(trial.method["codebook"], **changes)})
+    return [
+        StudyRun(name, row, seed, experiment, with_silos=True)
+        for seed, fold in list_table_parts(setup)
+        for experiment in [setup.make_experiment(UEFL, changed, choice.schedule, seed, fold)]
+    ]
 
 
 def list_table_parts(setup: Setup) -> list[tuple[int, int]]:
@@ -253,5 +270,6 @@ def run_final(name: str, resources: StudyResources, files: Files, report: Callab
         choice = Choice(SETUPS[name].schedules[0], {UEFL: SETUPS[name].receiver_trial})
         return run_parallel(list_receiver_runs(name, choice), resources, files.results, report)
     choice = freeze_choice(SETUPS[name].trials_of or name, files)
-    runs = [*list_final_runs(name, choice), *list_start_runs(name, choice), *list_receiver_runs(name, choice)]
+    runs = [*list_final_runs(name, choice), *list_start_runs(name, choice)]
+    runs += [*list_receiver_runs(name, choice), *list_ablation_runs(name, choice)]
     return run_parallel(runs, resources, files.results, report)

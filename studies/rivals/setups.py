@@ -127,6 +127,11 @@ GROUP_TRIALS = (
     make_uefl_trial("1 × 1024, 5 epochs", 5, model=NO_NORM, gate_value=0.25, rounds=_GROUPS),
 )
 
+# Codewords that change a feature by a millionth: they find the groups, and nothing else.
+NO_CODEWORDS: Mapping[str, Mapping[str, Any]] = {
+    "codewords in the features": {"gate": "fixed", "gate_value": 1e-6, "commitment_weight": 0.0}
+}
+
 NINE_SILOS: dict[str, Any] = {
     "model": ModelConfig(width=16, hidden_size=128),
     "local": LocalTraining(optimizer="adam", batch_size=256, epochs=2, eval_batch_size=512),
@@ -171,6 +176,7 @@ SETUPS: Mapping[str, Setup] = {
         search={},
         seeds=tuple(range(110, 120)),
         receivers=(),
+        ablations=NO_CODEWORDS,
     ),
     "imbalanced": replace(
         ROTATED,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from uefl.algorithms import METHODS
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
@@ -75,6 +75,8 @@ class Setup:
     receivers: Sequence[str] = RECEIVERS  # of codewords, compared after the table
     precision: Precision = "auto"
     fedavg_rows: Sequence[str] = (FEDAVG,)  # forms of FedAvg; the primary comparison is with the best by validation
+    ablations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by label: changes of UEFL's codebook
+    chosen_by: Literal["nll", "accuracy"] = "nll"  # on validation examples: what schedules and trials are compared by
     receiver_trial: int = 0  # with folds: the trial of UEFL whose receivers of codewords are exchanged
 
     def make_experiment(self, row: str, trial: Trial, schedule: Schedule, seed: int, fold: int = 0) -> Experiment:

@@ -12,6 +12,7 @@ from scipy.stats import ttest_rel
 
 from studies.methods.runner import StudyRun, identify_run
 from studies.rivals.__main__ import PAGE, get_files
+from studies.rivals.further_tables import render_ablations
 from studies.rivals.page import render_page
 from studies.rivals.runner import (
     NUM_STARTS,
@@ -19,6 +20,7 @@ from studies.rivals.runner import (
     Choice,
     Files,
     freeze_choice,
+    list_ablation_runs,
     list_final_runs,
     list_schedule_search,
     list_start_runs,
@@ -105,6 +107,55 @@ def test_a_second_table_keeps_the_choices_of_the_first_and_has_as_many_rounds(tm
     assert choice.trials == {**first["trials"], "UEFL": 2}
     methods = [run.experiment.method for run in list_final_runs(name, choice)]
     assert {count_rounds(method) for method in methods} == {30}
+
+
+def test_the_choice_by_accuracy_ignores_nll(tmp_path: Path) -> None:
+    name, setup = "cifar10-accuracy", SETUPS["cifar10-accuracy"]
+    files = Files(*(tmp_path / kind for kind in ("search", "trials", "frozen", "results", "times")))
+    best = {"FedAvg": 2, "FedAvg, fine-tuned": 1, "UEFL": 3}
+    accurate = {f"{row}: {setup.rows[row].trials[number].label}" for row, number in best.items()}
+    records = [
+        {
+            **identify_run(run.experiment),
+            "results_version": RESULTS_VERSION,
+            "setup": name,
+            "method": run.method,
+            "validation_nll": 0.9 if run.method in accurate else 0.1,
+            "validation_accuracy": 0.8 if run.method in accurate else 0.7,
+        }
+        for run in list_trials(name, setup.schedules[0])
+    ]
+    files.trials.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert freeze_choice(name, files).trials == best
+    assert read_frozen(files.frozen)[name]["validation_error"]["UEFL"] == pytest.approx([0.3, 0.3, 0.3, 0.2])
+
+
+def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole() -> None:
+    name = "rotated-again"
+    choice = read_choice(name)
+    own = {run.seed: run for run in list_final_runs(name, choice) if run.method == "UEFL"}
+    runs = list_ablation_runs(name, choice)
+    assert [run.seed for run in runs] == list(SETUPS[name].seeds)
+    for run in runs:
+        method = run.experiment.method
+        assert (method.codebook.gate, method.codebook.gate_value, method.codebook.commitment_weight) == (
+            "fixed",
+            1e-6,
+            0,
+        )
+        whole = own[run.seed].experiment
+        assert replace(run.experiment, method=replace(method, codebook=whole.method.codebook)) == whole
+    results = [make_start_record(run, 0) for run in own.values()]
+    results += [
+        {**record, "silos": {"A": {**record["silos"]["A"], "accuracy": 0.1, "nll": 2.0 + 0.1 * (run.seed % 2)}}}
+        for run in runs
+        for record in [make_start_record(run, 0)]
+    ]
+    table = render_ablations(name, choice, results).splitlines()
+    assert table[0].startswith("| UEFL without |")
+    assert table[-1].startswith("| codewords in the features | 10.00")
+    assert table[-1].count("**ahead**") == 2
+    assert render_ablations(name, choice, results[:-1]) == ""
 
 
 def test_the_preset_has_the_settings_that_the_command_line_gives() -> None:

@@ -88,7 +88,7 @@ def test_the_table_of_receivers_needs_all_runs_and_compares_with_uefls_choice() 
         trials.append(make_silo_record(f"{UEFL}: {label}", seed, fold, 0.30 + 0.001 * (number % 3)))
         for extend, nll in (("none", 0.40), ("random", 0.30), ("all", 0.20)):
             results.append(make_silo_record(f"{RECEIVER_ROW}{extend}", seed, fold, nll + 0.001 * (number % 2)))
-    assert set(find_receiver_rows("hospitals", CHOICE, trials, results)) == set(RECEIVERS)
+    assert set(find_receiver_rows("hospitals", CHOICE, trials, results)) == {f"`{r}`" for r in RECEIVERS}
     lines = render_receivers("hospitals", CHOICE, trials, results).splitlines()
     verdicts = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
     assert verdicts["none"].endswith("**ahead** |")
