@@ -152,6 +152,7 @@ COLOR_SETUPS: Mapping[str, Setup] = {
             **PRETRAINED,
             "local": replace(PRETRAINED["local"], batch_size=32),
             "schedules": (*list_schedules(3e-6, 1e-5)[2:], *PRETRAINED["schedules"]),
+            "seeds": SEEDS,
         },
         title="PACS, four domains as silos, ResNet18",
         data=replace(get_default_config("pacs", "domains"), image_size=96),

@@ -238,7 +238,7 @@ def test_fresh_seeds_were_not_used_to_choose_anything() -> None:
     used = {*range(6), 11, 12, 13, *SEARCH_SEEDS, *TRIAL_SEEDS}
     for name, setup in SETUPS.items():
         assert not (used | set(setup.trial_seeds)) & set(setup.seeds), name
-        assert len(setup.seeds) == (5 if setup.model.pretrained_weights else 10), name
+        assert len(setup.seeds) == (5 if setup.model.encoder == "vgg16" else 10), name
 
 
 @pytest.mark.records
