@@ -76,7 +76,8 @@ class Task:
     def locate_models(self, folder: Path) -> Path:
         """Return the file of a trained federation."""
         text = json.dumps([*astuple(self), RESULTS_VERSION, os.environ.get("UEFL_DATA", "")])
-        return folder / f"{self.setup}-{self.silo}-{self.seed}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.pt"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return folder / f"{self.setup}-{self.silo}-{self.seed}-{digest}.safetensors"
 
     @property
     def parent(self) -> Task:
@@ -313,15 +314,14 @@ def write_models(models: SiloModels, task: Task, folder: Path) -> None:
     """Write a trained federation in one step."""
     path = task.locate_models(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    torch.save(models, temporary)
-    temporary.replace(path)
+    models.save(path)
 
 
 def read_models(task: Task, folder: Path) -> SiloModels:
-    """Read a trained federation that this study wrote."""
-    models: SiloModels = torch.load(task.locate_models(folder), weights_only=False)
-    return models
+    """Read a trained federation."""
+    federation = find_federation(task)
+    method = federation.make_method(TRAININGS[task.way])
+    return SiloModels.read(task.locate_models(folder), federation.build_encoder(), method)
 
 
 # --- measurements -----------------------------------------------------------------------------------------------------
