@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import os
 import sys
@@ -33,6 +34,7 @@ from uefl.core.federation import (
     Tensors,
 )
 from uefl.core.local import LocalTraining
+from uefl.data.readers.heart import HEART_FILE
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.rounds import iterate_rounds
@@ -41,6 +43,8 @@ from uefl.models.network import Ensemble, Net
 
 NUM_CLASSES, IMAGE_SHAPE = 3, (1, 8, 8)
 CODEWORDS = CODEWORDS_SUFFIX
+NUMERIC_COLUMNS = "numeric=age,trestbps,chol,thalch,oldpeak,ca"
+HEART_COLUMNS = ("label=num", "positive=above:0", "silo=dataset", "ignore=id", NUMERIC_COLUMNS)
 
 # --- optional parts ---------------------------------------------------------------------------------------------------
 
@@ -111,6 +115,23 @@ def write_photos(folder: Path, names: Sequence[str], shape: tuple[int, ...] = (1
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(folder / name)
     return folder
+
+
+def write_hospitals(root: Path, newcomer: str) -> tuple[list[str], Path]:
+    """Write `three.csv` and the table of a fourth hospital; return the data settings of the three, and the fourth."""
+    with HEART_FILE.open() as file:
+        rows = list(csv.DictReader(file))
+    for name, is_chosen in (("three.csv", False), (newcomer, True)):
+        with (root / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(row for row in rows if (row["dataset"] == "Hungary") == is_chosen)
+    return ["table", f"path={root / 'three.csv'}", *HEART_COLUMNS], root / newcomer
+
+
+def find_folder(stdout: str) -> Path:
+    """Return the run folder that a command printed."""
+    return Path(next(line for line in stdout.splitlines() if line.startswith("run folder: ")).partition(": ")[2])
 
 
 def list_photo_names(silos: Sequence[str], labels: str = "xy", count: int = 6) -> list[str]:

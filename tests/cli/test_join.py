@@ -1,6 +1,5 @@
 """`uefl join`: a new run folder that names its parent, for tables and image folders; the parent is never changed."""
 
-import csv
 import hashlib
 import json
 import os
@@ -9,17 +8,23 @@ import shutil
 from pathlib import Path
 
 import pytest
-from harness import call_cli, call_with_mistake, have_equal_bits, list_photo_names, write_photos
+from harness import (
+    call_cli,
+    call_with_mistake,
+    find_folder,
+    have_equal_bits,
+    list_photo_names,
+    write_hospitals,
+    write_photos,
+)
 
 from uefl.core.errors import InputError
-from uefl.data.readers.heart import HEART_FILE
 from uefl.experiment.join_folder import join_run, load_newcomer, name_newcomer, open_parent, read_evaluations
 from uefl.experiment.joining import JoinSettings
 from uefl.experiment.loading import load, open_models
 from uefl.experiment.run_folder import RunFolder
 
 SETTINGS = ["rounds=3", "iterations=1", "epochs=1", "mc_samples=3", "warmup_rounds=1", "calibration_fraction=0.2"]
-COLUMNS = ["label=num", "positive=above:0", "silo=dataset", "ignore=id", "numeric=age,trestbps,chol,thalch,oldpeak,ca"]
 
 
 def hash_files(folder: Path) -> dict[str, str]:
@@ -27,25 +32,13 @@ def hash_files(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
-def find_folder(stdout: str) -> Path:
-    return Path(next(line for line in stdout.splitlines() if line.startswith("run folder: ")).partition(": ")[2])
-
-
 @pytest.fixture(scope="module")
 def hospitals(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run of three hospitals, and the table of the fourth."""
     root = tmp_path_factory.mktemp("join")
-    with HEART_FILE.open() as file:
-        rows = list(csv.DictReader(file))
-    for name, is_chosen in (("three.csv", False), ("hungary.csv", True)):
-        with (root / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(row for row in rows if (row["dataset"] == "Hungary") == is_chosen)
-    answer = call_cli(
-        *("run", "uefl", "table", f"path={root / 'three.csv'}", *COLUMNS, *SETTINGS, "--out", str(root / "runs"))
-    )
-    return find_folder(answer.stdout), root / "hungary.csv"
+    data, hungary = write_hospitals(root, "hungary.csv")
+    answer = call_cli("run", "uefl", *data, *SETTINGS, "--out", str(root / "runs"))
+    return find_folder(answer.stdout), hungary
 
 
 @pytest.fixture(scope="module")

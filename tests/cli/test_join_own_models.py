@@ -1,40 +1,21 @@
 """A silo joins a run whose silos ended with models of their own as it joins the same run without them."""
 
-import csv
 import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
-from harness import call_cli, have_equal_bits, list_photo_names, write_photos
+from harness import call_cli, find_folder, have_equal_bits, list_photo_names, write_hospitals, write_photos
 
-from uefl.data.readers.heart import HEART_FILE
 from uefl.experiment.checkpoint import load_checkpoint
 from uefl.experiment.loading import open_models
 from uefl.experiment.run_folder import RunFolder
 
 SETTINGS = ["rounds=3", "iterations=2", "extra_rounds=2", "epochs=1", "mc_samples=3", "calibration_fraction=0.2"]
-COLUMNS = ["label=num", "positive=above:0", "silo=dataset", "ignore=id", "numeric=age,trestbps,chol,thalch,oldpeak,ca"]
 SMALL_NETWORK = ["width=4", "depth=1", "hidden_size=8", "image_size=12", "min_examples=2", "num_codewords=4"]
 NO_OWN_MODELS = ["fine_tuning_epochs=0"]
 OWN_MODELS = {"tuning": ["fine_tuning_epochs=2"], "groups": ["fine_tuning_epochs=0", "group_rounds=1"]}
-
-
-def find_folder(stdout: str) -> Path:
-    return Path(next(line for line in stdout.splitlines() if line.startswith("run folder: ")).partition(": ")[2])
-
-
-def write_hospitals(root: Path) -> tuple[list[str], Path]:
-    """Write the tables of three hospitals, and of a fourth; return the data settings of the three, and the fourth."""
-    with HEART_FILE.open() as file:
-        rows = list(csv.DictReader(file))
-    for name, is_chosen in (("three.csv", False), ("east.csv", True)):
-        with (root / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(row for row in rows if (row["dataset"] == "Hungary") == is_chosen)
-    return ["table", f"path={root / 'three.csv'}", *COLUMNS], root / "east.csv"
 
 
 def write_folders(root: Path) -> tuple[list[str], Path]:
@@ -48,7 +29,7 @@ class Pair:
     """The same run with and without models of silos' own, and the data of a further silo."""
 
     def __init__(self, root: Path, kind: str) -> None:
-        data, self.newcomer = write_hospitals(root) if kind == "tables" else write_folders(root)
+        data, self.newcomer = write_hospitals(root, "east.csv") if kind == "tables" else write_folders(root)
         settings = {"none": NO_OWN_MODELS, **OWN_MODELS}
         answers = {n: call_cli("run", "uefl", *data, *SETTINGS, *s, "--out", str(root)) for n, s in settings.items()}
         sentence = "silos trained models of their own from the shared one: mean NLL of test examples"
