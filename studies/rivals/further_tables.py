@@ -70,7 +70,7 @@ def render_aurocs(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) ->
 def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times: Sequence[RunRecord]) -> str:
     """Render what each method costs: codewords, values of a silo's own, bytes, and seconds on every device."""
     own = {(r["method"], r["device"]): r["round"] for r in times if r["setup"] == name}  # the newest record counts
-    devices = list(dict.fromkeys(device for _, device in own))
+    devices = sorted({device for _, device in own}, key=lambda device: (device != "cpu", device))
     head = ["cost", "codewords of the silo with most", "own parameters", "MB per round and silo"]
     head += [f"s per round, {device} (× FedAvg)" for device in devices]
     lines = [head]

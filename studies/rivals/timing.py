@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from studies.rivals.runner import Files, read_frozen
 from studies.rivals.setups import SETUPS
 from studies.rivals.trials import FEDAVG, Setup, Trial
 from uefl.algorithms.ifca import IFCA
+from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import Method, ServerState, is_codeword_tensor
 from uefl.experiment import records
 
@@ -40,9 +42,11 @@ class TimedRow(TimedMethod):
 
 
 def count_personal_values(method: Method, net: nn.Module) -> int:
-    """Return the number of values that stay at a silo; a model of IFCA belongs to a group of silos."""
+    """Return the number of values that stay at a silo; a model of IFCA, or of UEFL in groups, belongs to several."""
     if isinstance(method, IFCA) and method.num_models > 1:
         return 0
+    if isinstance(method, UEFL) and method.group_rounds and not method.fine_tuning_epochs:
+        return count_personal_values(replace(method, group_rounds=0), net)
     state = net.state_dict()
     return sum(state[name].numel() for name in method.personal_tensor_names(net))
 

@@ -11,8 +11,9 @@ from studies.methods.timing import select_silos
 from studies.rivals.further_tables import SMALL_SILO, find_receiver_rows, render_aurocs, render_receivers
 from studies.rivals.runner import RECEIVER_ROW, Choice, list_receiver_runs, list_table_parts, make_run
 from studies.rivals.setups import SETUPS
-from studies.rivals.timing import TimedRow, find_frequent_labels
+from studies.rivals.timing import TimedRow, count_personal_values, find_frequent_labels
 from studies.rivals.trials import FEDAVG, RECEIVERS, UEFL
+from uefl.core.federation import is_codeword_tensor
 
 HOSPITALS = SETUPS["hospitals"]
 CHOICE = Choice(HOSPITALS.schedules[0], {UEFL: HOSPITALS.receiver_trial})
@@ -42,6 +43,14 @@ def test_own_parameters_are_those_that_no_other_silo_has(timed: dict[str, TimedR
     own_codewords = server.access[:, server.access.sum(0) == 1].sum(1).float().mean()
     size = server.model_state["codebook.codewords"].shape[1]
     assert timed[UEFL].count_own_parameters() == round(float(own_codewords) * size) > 0
+
+
+def test_a_model_of_a_group_is_not_a_silos_own(timed: dict[str, TimedRow]) -> None:
+    method, net = timed[UEFL].method, timed[UEFL].clients.net
+    weights = sum(t.numel() for n, t in net.state_dict().items() if not is_codeword_tensor(n))
+    grouped = replace(method, group_rounds=2)
+    assert count_personal_values(grouped, net) == count_personal_values(method, net) == 0
+    assert count_personal_values(replace(grouped, fine_tuning_epochs=1), net) == weights > 0
 
 
 def test_a_round_is_timed_with_codewords_of_every_silo(timed: dict[str, TimedRow]) -> None:
