@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import statistics
 import sys
@@ -127,7 +128,8 @@ def describe_environment(options: Options) -> dict[str, Any]:
         "python": platform.python_version(),
         "load": [round(v, 2) for v in os.getloadavg()],
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        # Without the file of records, a path of this machine that changes nothing.
+        "command": re.sub(r" --out[ =][^ ]+", "", " ".join(["python -m benchmarks", *sys.argv[1:]])),
         "data": Path(options.data).name,
     }
 

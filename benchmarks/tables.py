@@ -69,7 +69,7 @@ def describe_run(record: Record) -> str:
     versions = {"torch": record["torch"], **record.get("versions", {})}
     parts = [f"{record['device']}, {record['date'][:10]}, load {record['load'][0]}"]
     parts += [", ".join(f"{name} {version}" for name, version in versions.items())]
-    parts += [f"`{re.sub(r' --out [^ ]+', '', record['command'])}`"]
+    parts += [f"`{record['command']}`"]
     return f"{record['benchmark']} ({'; '.join(parts)}):"
 
 
