@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK
+from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, call_with_mistake
 from rich.console import Console
 
 from uefl import UEFL, FedAvg, LocalTraining
@@ -75,12 +75,15 @@ def uefl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    answer = uefl(*arguments, *(["--out", str(tmp_path)] if arguments[0] == "run" else []))
-    assert answer.returncode == 2
-    assert answer.stderr.startswith("uefl: ")
-    assert message in answer.stderr
-    assert answer.stderr.count("\n") == 1
+    line = call_with_mistake(*arguments, *(["--out", str(tmp_path)] if arguments[0] == "run" else []))
+    assert message in line
     assert not list(tmp_path.rglob("*")), "nothing may look like a run that was started"
+
+
+def test_a_process_ends_with_one_line_and_exit_code_2() -> None:
+    answer = uefl("run", "uefl", "gama=1")
+    assert answer.returncode == 2
+    assert answer.stderr == f"uefl: {call_with_mistake('run', 'uefl', 'gama=1')}\n"
 
 
 @pytest.mark.parametrize(
