@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,8 @@ def test_ifcas_row_is_the_best_start_by_validation_once_all_have_run(tmp_path: P
     assert costs == "| IFCA | 0 | 0 | 6.00 | 6.000 (3.00) |"
     assert "IFCA: the best of 3 starts by validation NLL" in page
     assert "| FedAvg | 0 | 0 | 2.00 | 2.000 (1.00) |" in page
+    (primary,) = (line for line in page.splitlines() if line.startswith(f"| {SETUPS['imbalanced'].title} |"))
+    assert not primary.split(" | ")[-1].startswith(IFCA)  # its NLL is the highest
 
     (table, _, costs), page = render(records[:-1])
     # Seeds 102, 105 and 108 choose start 0.
@@ -239,6 +242,28 @@ def test_fresh_seeds_were_not_used_to_choose_anything() -> None:
     for name, setup in SETUPS.items():
         assert not (used | set(setup.trial_seeds)) & set(setup.seeds), name
         assert len(setup.seeds) == (5 if setup.model.encoder == "vgg16" else 10), name
+
+
+@pytest.mark.records
+def test_the_readme_counts_the_verdicts_of_the_page() -> None:
+    titles = tuple(f"| {setup.title}" for setup in SETUPS.values())
+    rows = [line.split(" | ") for line in (ROOT / PAGE).read_text().splitlines() if line.startswith(titles)]
+    against_fedavg, against_best = ([row[column] for row in rows] for column in (2, -1))
+    counts = [
+        len(rows),
+        sum("**ahead**" in cell for cell in against_fedavg),
+        sum(" not below" in cell for cell in against_fedavg),
+        sum("**ahead**" in cell for cell in against_best),
+        sum("**below**" in cell for cell in against_best),
+        sum("**" not in cell for cell in against_best),
+    ]
+    sentence = (
+        r"in (\d+) tables of .*? is ahead in (\d+) .*? not below in (\d+) .*? ahead in (\d+) .*? below in (\d+) .*? in "
+        r"(\d+) no difference is shown"
+    )
+    match = re.search(sentence, (ROOT / "README.md").read_text())
+    assert match
+    assert [int(count) for count in match.groups()] == counts
 
 
 @pytest.mark.records
