@@ -244,6 +244,31 @@ def test_the_table_of_seeds_has_the_quality_that_every_run_has():
     assert rows[2] == "| fedavg | 0.5000 | 0.2500 | 3.4 | 0.5000 | 0.5000 | 0.2500 |"
 
 
+def test_all_rows_show_the_last_round_if_one_of_them_is_fine_tuned(tmp_path):
+    """FedAvg's mean of five rounds beside the last round of a fine-tuned model would be another comparison."""
+
+    def make_run(name, count, mean, last):
+        fields = {"experiment": {"seed": 0}, "validation_accuracy": 0.5, "averaged rounds": count}
+        means = {a: {"mA": m, "mE": 0.25, "mP": 3.4} for a, m in {"mean of last 5": mean, "last": last}.items()}
+        return {"name": name, **means, **fields}
+
+    rows = format_seed_table([make_run("fedavg", 5, 0.5, 0.6), make_run("uefl", 1, 0.7, 0.7)]).splitlines()
+    assert rows[0].startswith("| last round |")
+    assert rows[2].startswith("| fedavg | 0.6000 |")
+
+    runs = {}
+    for name, rounds, last in (("fedavg", 5, 0.6), ("uefl", 1, 0.7)):
+        runs[name] = write_run(tmp_path / name, num_codewords=0, rounds=rounds)
+        summary = RunFolder(runs[name]).read_summary()
+        mean = summary["mean of last 5"]
+        silos = {silo: {**metrics, "accuracy": last} for silo, metrics in mean["silos"].items()}
+        RunFolder(runs[name]).write_summary({**summary, "last": {**mean, "round": [5], "mA": last, "silos": silos}})
+    text = capture(lambda console: print_runs(runs, console))
+    assert "Test examples, last round\n" in text
+    assert all(f"{last:.3f}" in text for last in (0.6, 0.7))
+    assert "0.500" not in next(line for line in text.splitlines() if "ada" in line)
+
+
 @pytest.mark.parametrize(
     ("rounds", "title"), [(5, "mean of last 5 rounds"), (3, "mean of last 3 rounds"), (1, "last round")]
 )

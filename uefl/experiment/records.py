@@ -109,6 +109,11 @@ def is_evaluated(record: Record) -> bool:
     return any("accuracy" in silo for silo in record["silos"].values())
 
 
+def choose_aggregation(averaged_rounds: Iterable[int]) -> str:
+    """Return what a table of several runs shows: the last round of all if one of them, fine-tuned, has that alone."""
+    return DEFAULT_AGGREGATION if len(set(averaged_rounds)) == 1 else "last"
+
+
 def describe_rounds(counts: Iterable[int]) -> str:
     """Describe over how many rounds tables average the runs: a short run has fewer than five."""
     distinct = sorted(set(counts))

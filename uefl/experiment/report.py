@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from uefl.core.metrics import (
     select_table_metrics,
 )
 from uefl.experiment.chance import describe_chance, is_at_chance, mean_accuracy
-from uefl.experiment.records import DEFAULT_AGGREGATION, Record, describe_rounds
+from uefl.experiment.records import DEFAULT_AGGREGATION, Record, choose_aggregation, describe_rounds
 from uefl.experiment.run_folder import JOINED, PARENT, RunFolder
 
 Summary = Mapping[str, Any]  # of one aggregation over rounds
@@ -46,20 +47,23 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     lines += describe_lost_rounds(runs) + describe_chance_level(runs)
     for line in lines + describe_local_differences(local) + describe_samples(runs):
         console.print(line, soft_wrap=True, markup=False)
-    summaries = _read_summaries(runs)
+    aggregation = choose_aggregation(len(summary["round"]) for summary in _read_summaries(runs))
+    summaries = _read_summaries(runs, aggregation)
     rounds = describe_rounds(len(summary["round"]) for summary in summaries)
     console.print(f"Test examples, {rounds}", style="italic")
-    for group in group_runs_by_width(runs, console, make_comparison_table):
-        console.print(make_comparison_table(group))
+    make_silo_table = partial(make_comparison_table, aggregation=aggregation)
+    for group in group_runs_by_width(runs, console, make_silo_table):
+        console.print(make_silo_table(group))
     two_classes = any(map(has_two_classes, summaries))
     means = describe_means(with_codebook=any(map(has_codewords, summaries)), two_classes=two_classes)
     console.print(means, soft_wrap=True)
     if any(_has_quality(summary) for summary in summaries):
-        console.print(make_quality_table(runs))
+        console.print(make_quality_table(runs, aggregation))
         console.print(describe_quality_columns(), soft_wrap=True)
     if two_classes:
-        for group in group_runs_by_width(runs, console, make_interval_table):
-            console.print(make_interval_table(group))
+        make_intervals = partial(make_interval_table, aggregation=aggregation)
+        for group in group_runs_by_width(runs, console, make_intervals):
+            console.print(make_intervals(group))
         console.print(INTERVAL_NOTE, soft_wrap=True)
         for line in describe_positive_classes(runs):
             console.print(line, soft_wrap=True, markup=False)

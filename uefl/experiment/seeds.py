@@ -24,7 +24,7 @@ from uefl.core.metrics import (
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, create_comparison_folder, run_experiments
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
-from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, describe_rounds
+from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, choose_aggregation, describe_rounds
 from uefl.experiment.report import describe_chance_level, describe_local_differences, describe_positive_classes
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 
@@ -73,10 +73,10 @@ def _select_means(summary: Mapping[str, Any]) -> dict[str, float]:
     return {m.label: summary[m.label] for m in metrics if m.label in summary}
 
 
-def _list_seed_metrics(records: Sequence[Mapping[str, Any]]) -> list[Metric]:
+def _list_seed_metrics(records: Sequence[Mapping[str, Any]], aggregation: str) -> list[Metric]:
     """Return the metrics of the table of seeds: those of all tables, and those of two classes and quality, if known."""
     optional = (*TWO_CLASS_METRICS, *QUALITY_METRICS)
-    common = [m for m in optional if all(m.label in record[DEFAULT_AGGREGATION] for record in records)]
+    common = [m for m in optional if all(m.label in record[aggregation] for record in records)]
     return [*TABLE_METRICS, *common]
 
 
@@ -86,15 +86,17 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
     runs = {name: [record for record in records if record["name"] == name] for name in names}
     per_seed = select_table_metrics(with_codebook=False)
     seeds = ", ".join(str(run["experiment"]["seed"]) for run in runs[names[0]])
-    metrics = _list_seed_metrics(records)
+    aggregation = choose_aggregation(record["averaged rounds"] for record in records)
+    counts = [1] if aggregation == "last" else [record["averaged rounds"] for record in records]
+    metrics = _list_seed_metrics(records, aggregation)
     headings = [metric.label for metric in metrics] + [f"{metric.label}, seeds {seeds}" for metric in per_seed]
     rows = [
-        f"| {describe_rounds(record['averaged rounds'] for record in records)} | {' | '.join(headings)} |",
+        f"| {describe_rounds(counts)} | {' | '.join(headings)} |",
         "|---" * (1 + len(headings)) + "|",
     ]
     better = _find_better_fedavg(runs)
     for name in names:
-        means = [run[DEFAULT_AGGREGATION] for run in runs[name]]
+        means = [run[aggregation] for run in runs[name]]
         cells = [format_mean_stderr([mean[m.label] for mean in means], m.digits + 1) for m in metrics]
         cells += [" ".join(f"{mean[m.label]:.{m.digits + 1}f}" for mean in means) for m in per_seed]
         mark = " (better by validation)" if name == better else ""
