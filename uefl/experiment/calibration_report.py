@@ -10,6 +10,7 @@ from rich.table import Table
 from uefl.core.abstention import ALL_ANSWERS, DELTA, NO_ANSWER
 from uefl.core.conformal import ALL_CLASSES
 from uefl.experiment.calibration import SiloCalibration
+from uefl.experiment.held_out import MIN_TEMPERATURE_EXAMPLES
 
 
 def make_calibration_table(calibrations: Mapping[str, SiloCalibration]) -> Table:
@@ -65,7 +66,8 @@ def explain_calibration(calibrations: Mapping[str, SiloCalibration]) -> list[str
         )
     lines.append(
         "n: calibration examples, on which the mean set size in classes and the share of abstaining are counted; "
-        "T: temperature; p: probability of a class at this temperature."
+        f"T: temperature, 1 for a silo with fewer than {MIN_TEMPERATURE_EXAMPLES} validation examples; p: probability "
+        "of a class at this temperature."
     )
     lines += [f"silo {name}: {note}" for name, found in calibrations.items() for note in found.notes]
     return lines

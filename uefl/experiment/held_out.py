@@ -26,6 +26,7 @@ from uefl.experiment.trained_model import TrainedModel
 
 CALIBRATION_PART = "the calibration part of the run"
 LABELED_FILES = "labeled files"
+MIN_TEMPERATURE_EXAMPLES = 50  # of the validation split; fewer can make a temperature extreme, and the NLL worse
 _TENSORS = ("labels", "probabilities", "entropy", "codeword_counts")
 
 
@@ -77,10 +78,10 @@ def collect_held_out(models: SiloModels, silos: Sequence[Silo], device: str = "c
 
 
 def hold_out(model: TrainedModel, silo: Silo) -> HeldOut:
-    """Measure the calibration examples of a silo, and fit the temperature on its validation examples."""
+    """Measure the calibration examples of a silo, and fit the temperature if it has enough validation examples."""
     assert silo.calibration is not None
     temperature = 1.0
-    if len(silo.validation.y):
+    if len(silo.validation.y) >= MIN_TEMPERATURE_EXAMPLES:
         validation = measure_examples(model, silo.validation.x.cpu())
         temperature = fit_temperature(validation.probabilities, silo.validation.y.cpu())
     return HeldOut(silo.calibration.y.cpu(), measure_examples(model, silo.calibration.x.cpu()), temperature)
