@@ -8,7 +8,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from harness import call_cli, call_with_mistake, list_photo_names, write_photos
+from harness import call_cli, call_with_mistake, list_photo_names, write_hospitals, write_photos
 from rich.console import Console
 
 from uefl.experiment.calibration import SiloCalibration
@@ -88,6 +88,21 @@ def test_another_result_is_never_written_over_the_first(calibratable):
     assert f"the calibration before is kept as calibration-{kept}.json" in answer.stdout
     assert "No coverage is guaranteed per silo" in " ".join(answer.stdout.split())
     assert (calibratable / f"calibration-{kept}.json").read_bytes() == before
+
+
+def test_a_table_of_several_silos_calibrates_none(tmp_path):
+    data, hungary = write_hospitals(tmp_path, "hungary.csv")
+    folder = train_run(tmp_path / "runs", "fedavg", *data)
+    error = call_with_mistake("calibrate", str(folder), str(tmp_path / "three.csv"), "--silo", "Cleveland")
+    assert error.endswith(
+        "column 'dataset' names 3 silos (Cleveland, Switzerland, VA Long Beach); the file of a silo has the rows of one"
+    )
+    with_label = call_with_mistake(
+        "calibrate", str(folder), str(tmp_path / "three.csv"), "label=num", "--silo", "Cleveland"
+    )
+    assert with_label == error
+    answer = call_cli("calibrate", str(folder), str(hungary), "--silo", "Cleveland")
+    assert answer.code == 0, answer.stderr
 
 
 def test_a_run_without_a_calibration_part_uses_labeled_files(plain):

@@ -235,9 +235,22 @@ def test_separated_thousands_are_named_as_such(tmp_path: Path, cell: str, is_amb
 def test_a_column_of_names_needs_a_declaration(tmp_path: Path) -> None:
     rows = [f"{name},{r}" for name, r in zip([f"patient {i}" for i in range(60)], ROWS * 5)]
     path = write_csv(tmp_path, [f"who,{HEADER}", *rows])
-    with pytest.raises(InputError, match="column 'who' has 60 different texts, such as 'patient 0'; set ignore=who"):
+    with pytest.raises(
+        InputError, match="column 'who' has 60 different texts, such as 'patient 0'; set group=who if it"
+    ):
         read(path)
     assert [c.name for c in read(path, ignore=("who",)).table.columns] == ["age", "chol", "pain", "smoker"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_identifier"), [("patient_id", True), ("patientId", True), ("ID", True), ("acid", False)]
+)
+def test_whole_numbers_of_a_column_called_id_are_warned_about(name: str, is_identifier: bool, tmp_path: Path) -> None:
+    path = write_csv(tmp_path, [f"{name},{HEADER}", *(f"{i % 7},{row}" for i, row in enumerate(ROWS * 5))])
+    warnings = [line for line in read(path).warnings if name in line]
+    assert warnings == [line for line in warnings if f"set group={name} if it names patients" in line]
+    assert bool(warnings) == is_identifier
+    assert not any(name in line for line in read(path, ignore=(name,)).warnings)
 
 
 def test_a_column_that_numbers_the_rows_is_warned_about() -> None:

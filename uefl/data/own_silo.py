@@ -13,7 +13,7 @@ from uefl.core.federation import Silo, map_examples
 from uefl.data.config import DataConfig, encode_silo
 from uefl.data.images import Images
 from uefl.data.readers.context import ReadContext
-from uefl.data.readers.csv_rows import NUM_LISTED, read_csv
+from uefl.data.readers.csv_rows import check_one_silo, read_csv
 from uefl.data.table_config import TableConfig
 from uefl.data.table_format import TableFormat
 
@@ -40,12 +40,7 @@ def adapt_to_own_table(config: DataConfig, path: Path) -> DataConfig:
     if not table.silo:
         return config
     csv_table = read_csv(path, [table.label], ReadContext(skip_bad=True))
-    names = sorted({row.cells.get(table.silo, "").strip() for row in csv_table.rows} - {""})
-    if len(names) > 1:
-        listed = ", ".join(names[:NUM_LISTED]) + (", …" if len(names) > NUM_LISTED else "")
-        raise InputError(
-            f"{path}: column '{table.silo}' names {len(names)} silos ({listed}); the file of a silo has the rows of one"
-        )
+    check_one_silo(path, csv_table, table.silo)
     ignore = (*table.ignore, table.silo) if table.silo in csv_table.columns else table.ignore
     return replace(config, table=replace(table, silo="", ignore=ignore))
 

@@ -72,7 +72,7 @@ def _find_table_config(description: Description, label_column: str) -> TableConf
     config = from_dict(TableConfig, stored) if stored else TableConfig()
     if not (label_column or config.label):
         raise InputError("this model does not name the column of labels; set label=<column>")
-    return config if not label_column else TableConfig(label=label_column, positive=config.positive)
+    return config if not label_column else TableConfig(label=label_column, positive=config.positive, silo=config.silo)
 
 
 def _require_images(input_format: InputFormat) -> None:

@@ -133,3 +133,14 @@ def _find_row_error(cells: Sequence[str], names: Sequence[str]) -> str:
     if tuple(cell.strip() for cell in cells) == tuple(names):
         return "repeats the names of the columns"
     return ""
+
+
+def check_one_silo(path: Path, table: CsvTable, silo_column: str) -> None:
+    """Refuse the table of one silo whose column names several; a table without this column is accepted."""
+    names = sorted({row.cells.get(silo_column, "").strip() for row in table.rows} - {""})
+    if len(names) > 1:
+        listed = ", ".join(names[:NUM_LISTED]) + (", …" if len(names) > NUM_LISTED else "")
+        raise InputError(
+            f"{path}: column '{silo_column}' names {len(names)} silos ({listed}); the file of a silo has the rows of "
+            "one"
+        )

@@ -80,7 +80,10 @@ def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, st
             reader = csv.DictReader(file, strict=True)
             missing = [column for column in columns if column not in (reader.fieldnames or ())]
             if missing:
-                raise InputError(f"{path}: no column '{missing[0]}'; the columns are {','.join(COLUMNS)}[,split]")
+                raise InputError(
+                    f"{path}: no column '{missing[0]}', but {', '.join(reader.fieldnames or ())}; a list of images has "
+                    f"the columns {','.join(COLUMNS)}[,split]; rows of numbers are read by the data set `table`"
+                )
             return list(reader)
     except OSError as e:
         raise InputError(f"{path}: {e.strerror}") from e

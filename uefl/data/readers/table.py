@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from uefl.core.federation import Examples
 from uefl.data.images import Images
 from uefl.data.quality import check_images, join_names
 from uefl.data.readers.context import ReadContext, sanitize_line
-from uefl.data.readers.csv_rows import CsvRow, CsvTable, parse_csv, read_csv
+from uefl.data.readers.csv_rows import CsvRow, CsvTable, check_one_silo, parse_csv, read_csv
 from uefl.data.readers.labeled_files import index_known_classes, index_names
 from uefl.data.readers.manifest import SPLIT_NAMES
 from uefl.data.sources import Source
@@ -74,6 +75,8 @@ def read_labeled_table(
 ) -> Examples:
     """Read new rows with their labels, in the format of the training rows; `context` collects rows without use."""
     csv_table = read_csv(path, [*(column.name for column in table.columns), config.label], context)
+    if config.silo:
+        check_one_silo(path, csv_table, config.silo)
     labeled = _select_usable_rows(csv_table, replace(config, silo="", split=""), "", context)
     values, rows = _parse_values(csv_table, labeled, table, context)
     if not rows:
@@ -167,8 +170,8 @@ def _guess_kind(name: str, texts: Counter[str], path: Path) -> Kind:
         )
     if len(texts) > MAX_LEVELS:
         raise InputError(
-            f"{path}: column '{name}' has {len(texts)} different texts, such as '{example}'; set ignore={name}, or "
-            f"categorical={name}"
+            f"{path}: column '{name}' has {len(texts)} different texts, such as '{example}'; set group={name} if it "
+            f"names patients, whose rows then stay together, ignore={name}, or categorical={name}"
         )
     return "categorical"
 
@@ -274,7 +277,17 @@ def _warn_row_numbers(table: TableFormat, values: Tensor) -> list[str]:
         is_whole = bool((numbers == numbers.round()).all())  # false if one is missing
         if column.kind == "numeric" and is_whole and len(numbers) > 20 and len(set(numbers.tolist())) == len(numbers):
             lines.append(f"column '{column.name}' has another whole number in every row; set ignore={column.name}")
+        elif column.kind == "numeric" and is_whole and _names_identifier(column.name):
+            lines.append(
+                f"column '{column.name}' has whole numbers and the name of an identifier; set group={column.name} if "
+                f"it names patients, whose rows then stay together, or ignore={column.name}"
+            )
     return lines
+
+
+def _names_identifier(name: str) -> bool:
+    """Return whether a column is called id, such as patient_id, patientId and ID."""
+    return re.search(r"(^|[_\W])id$|[a-z]I[dD]$", name if not name.isupper() else name.lower()) is not None
 
 
 def _note_positive_class(classes: tuple[str, ...], config: TableConfig) -> tuple[str, ...]:
