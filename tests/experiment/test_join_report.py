@@ -62,7 +62,10 @@ def test_the_standard_errors_are_those_from_the_least_uncertain_silo(models) -> 
 
 def test_few_validation_examples_are_named_as_few(models) -> None:
     one = {"validation": {"entropy": 0.7, "entropy_variance": 0.0, "num_examples": 1.0}}
-    assert "on 1 validation example, too few to judge by" in describe_uncertainty(models, "bea", one)
+    text = describe_uncertainty(models, "bea", one)
+    assert "on 1 validation example, too few to judge by" in text
+    assert "bea is above it" in text
+    assert "is uncertain" not in text
     assert "too few" not in describe_uncertainty(models, "bea", make_evaluation(0.7))
 
 

@@ -122,6 +122,13 @@ def test_the_status_shows_contacts_rounds_and_rejected_replies(tmp_path):
     assert invoke("status", coordinator).output.splitlines()[2:] == lines[2:]
 
 
+def test_the_status_before_the_first_run_names_no_failure(tmp_path):
+    folder = write_deployment(tmp_path / "f", ["north"], address="127.0.0.1")
+    assert list(describe_status(folder / "coordinator")) == ["silo north: never connected", "no run yet"]
+    with pytest.raises(InputError, match=r"federation\.toml does not exist; name the coordinator's folder"):
+        list(describe_status(folder))
+
+
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("failed", 1), ("failed", 2), ("stopped", 3)])
 def test_the_exit_code_is_that_of_the_run(status, code, tmp_path):
     coordinator = write_deployment(tmp_path / "f", ["north"], address="127.0.0.1") / "coordinator"

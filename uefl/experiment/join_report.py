@@ -45,7 +45,8 @@ def describe_uncertainty(models: SiloModels, silo_name: str, shared: Evaluation)
     if codebook is None or threshold is None:
         return f"{found}; {ranges}"
     errors = _count_standard_errors(metrics, others[least])
-    verdict = "is uncertain" if is_uncertain(models, silo_name, shared) else "is not uncertain"
+    verdict = "above it" if few else "uncertain"
+    verdict = f"is {verdict}" if is_uncertain(models, silo_name, shared) else f"is not {verdict}"
     needed = f" (at least {codebook.min_standard_errors:g} are needed)" if codebook.min_standard_errors else ""
     return (
         f"{found}; {ranges}. Threshold {threshold:.2f} (1 + γ = {1 + codebook.gamma:g} times the "

@@ -33,6 +33,9 @@ def describe_status(coordinator: Path) -> Iterator[str]:
 
 def describe_last_run(root: Path) -> Iterator[str]:
     """Yield the result, the last round and the rejected replies of the newest run."""
+    if not (root / RESULT_FILE).exists():
+        yield "no run yet"
+        return
     result = read_result(root)
     yield escape_text(f"last run: {result.status}{f': {result.message}' if result.message else ''}")
     files = sorted(root.glob(f"*/{RunFolder.RECORDS_FILE}"), key=lambda path: path.stat().st_mtime)
@@ -57,6 +60,8 @@ def read_output_folder(run_config: Path) -> Path:
     """Return the folder of run folders that a run configuration names."""
     try:
         settings: dict[str, Any] = tomllib.loads(run_config.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{run_config} does not exist; name the coordinator's folder of a federation") from None
     except (OSError, ValueError) as e:
         raise InputError(f"{run_config}: {e}") from e
     return run_config.parent / str(settings.get("out", "runs"))
