@@ -1,7 +1,9 @@
 """Tables, progress and sentences about runs; every metric of a table is one entry of the registry."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -342,6 +344,23 @@ def test_a_damaged_summary_is_named(tmp_path):
     RunFolder(run).summary_path.write_text("{")
     with pytest.raises(ValueError, match=r"summary\.json is damaged \(.*\); delete it and run again"):
         make_comparison_table({"fedavg": run})
+
+
+@pytest.mark.parametrize("name", ["uefl", "uefl, seed 1003, no layer norm"])
+def test_the_bar_keeps_round_and_time_on_one_line_of_80_columns(name):
+    silo = {"accuracy": 0.5, "entropy": 0.25, "is_uncertain": False}
+    console, screen = (Console(width=80, force_terminal=True, file=io.StringIO(), color_system=None) for _ in range(2))
+    with ProgressDisplay(console) as display:
+        display.on_event(name, {"kind": "start", "total_rounds": 20, "round": 0, "records": []})
+        record = {"round": 2, "iteration": 0, "silos": {"ada": silo}}
+        display.on_event(name, {"kind": "round", "record": record})
+        display.on_event(name, {"kind": "silo", "silo": "VA Long Beach", "activity": "compute_centroids"})
+        screen.print(display.progress.get_renderable())
+    (line,) = screen.file.getvalue().splitlines()
+    assert len(line) <= 80
+    assert " 2/20 " in line
+    assert re.search(r"…  ?0:00:0\d", line)
+    assert "left" in line
 
 
 def test_progress_without_a_terminal_is_one_line_per_event_of_interest():

@@ -6,7 +6,9 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
 
 from uefl.core.metrics import mean_metric, select_table_metrics
 from uefl.experiment.chance import is_at_chance, mean_accuracy
@@ -16,6 +18,19 @@ from uefl.experiment.report import describe_decision, describe_revocation
 from uefl.experiment.run import Event
 
 
+class StatusColumn(TextColumn):
+    """Text that is cut off where the line is too long, in place of the counts and times beside it."""
+
+    def __init__(self, text_format: str) -> None:
+        super().__init__(text_format, markup=False, table_column=Column())
+
+    def render(self, task: Task) -> Text:
+        """Return the text of a task on one line."""
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
 class ProgressDisplay:
     """Show a bar per run on a terminal, a line per round elsewhere. Use it as a context and pass it all events."""
 
@@ -23,10 +38,10 @@ class ProgressDisplay:
         self.console = console
         self.progress = Progress(
             TextColumn("{task.fields[run]}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
-            TimeElapsedColumn(),
+            BarColumn(bar_width=12, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            StatusColumn("{task.fields[status]}"),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[time_left]}"),
             console=console,
             disable=not console.is_terminal,
@@ -107,7 +122,7 @@ class ProgressDisplay:
         if not event["silo"]:  # a node that is no silo of this run
             self.console.print(f"{run}: {event['activity']}", soft_wrap=True, markup=False)
             return
-        self.run_states[run]["silo"] = f"{event['silo']} {event['activity']}"
+        self.run_states[run]["silo"] = f"{event['silo']} {event['activity'].replace('_', ' ')}"  # some name a task
         self._refresh(run)
 
     def _on_trained(self, run: str, event: Event) -> None:
