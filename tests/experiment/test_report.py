@@ -19,7 +19,13 @@ from uefl.experiment.parsing import parse_experiments, parse_seeds
 from uefl.experiment.progress import ProgressDisplay
 from uefl.experiment.report import describe_decision, describe_revocation, make_comparison_table, print_runs
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
-from uefl.experiment.seeds import format_mean_stderr, format_seed_table
+from uefl.experiment.seeds import (
+    SEEDS_TABLE_FILE,
+    format_mean_stderr,
+    format_seed_table,
+    make_seed_table,
+    summarize_seeds,
+)
 
 LEGEND = (
     "mA: mean accuracy over silos (higher is better); mE: mean predictive entropy (lower is more certain, which is "
@@ -50,8 +56,8 @@ def write_run(path, *, num_codewords, accuracy=0.5, validation=0.5, rejected=Fal
     return path
 
 
-def capture(show):
-    console = Console(width=300, highlight=False, force_terminal=False)
+def capture(show, width=300):
+    console = Console(width=width, highlight=False, force_terminal=False)
     with console.capture() as output:
         show(console)
     return output.get()
@@ -254,9 +260,13 @@ def test_all_rows_show_the_last_round_if_one_of_them_is_fine_tuned(tmp_path):
         means = {a: {"mA": m, "mE": 0.25, "mP": 3.4} for a, m in {"mean of last 5": mean, "last": last}.items()}
         return {"name": name, **means, **fields}
 
-    rows = format_seed_table([make_run("fedavg", 5, 0.5, 0.6), make_run("uefl", 1, 0.7, 0.7)]).splitlines()
+    records = [{**make_run("fedavg", 5, 0.5, 0.6), "total_codewords": 0}, make_run("uefl", 1, 0.7, 0.7)]
+    rows = format_seed_table(records).splitlines()
     assert rows[0].startswith("| last round |")
-    assert rows[2].startswith("| fedavg | 0.6000 |")
+    assert rows[2].startswith("| fedavg | 0.6000 | 0.2500 | – |")
+    screen = capture(lambda console: console.print(make_seed_table(summarize_seeds(records))), width=80)
+    assert re.search(r"mA +│ 0\.6000 │ 0\.7000 │", screen)
+    assert re.search(r"mP +│ +– │ +3\.4 │", screen)
 
     runs = {}
     for name, rounds, last in (("fedavg", 5, 0.6), ("uefl", 1, 0.7)):
@@ -476,7 +486,10 @@ def test_one_entry_adds_a_metric_to_all_tables(tmp_path):
     assert "err." in result.stdout
     assert "mX: mean error rate over silos; mA: mean accuracy" in result.stdout
     headings = "mX | mA | mE | mP | mNLL | mBrier | mAUGRC | mX, seeds 0 | mA, seeds 0 | mE, seeds 0"
-    assert f"| mean of last 3 rounds | {headings} |" in result.stdout
+    (table,) = (path.read_text() for path in tmp_path.glob(f"*/{SEEDS_TABLE_FILE}"))
+    assert f"| mean of last 3 rounds | {headings} |" in table
+    assert "Test examples, mean of last 3 rounds; mean ± standard error over seeds 0\n" in result.stdout
+    assert re.search(r"│ mX +│ +\d\.\d+ │", result.stdout)
 
 
 def test_the_names_of_metrics_and_of_shared_sums_are_unambiguous():

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from uefl.core.metrics import (
     QUALITY_METRICS,
@@ -43,11 +45,16 @@ def compare_seeds(
     local = {record["name"]: record["experiment"]["method"]["local"] for record in records}
     lines = [*describe_positive_classes(folders), *describe_chance_level(folders), *describe_local_differences(local)]
     table = format_seed_table(records) + "".join(f"\n{line}\n" for line in lines)
+    seed_means = summarize_seeds(records)
     folder = create_comparison_folder(folders, out)
     write_text(folder / SEEDS_RECORDS_FILE, "".join(json.dumps(record) + "\n" for record in records))
     write_text(folder / SEEDS_TABLE_FILE, f"`{shlex.join(['uefl', *sys.argv[1:]])}`\n\n{table}")
-    console.print(table, markup=False, soft_wrap=True)
-    console.print(f"Results are saved in {folder}.", soft_wrap=True)
+    title = f"Test examples, {seed_means.rounds}; mean ± standard error over seeds {seed_means.seeds}"
+    console.print(title, style="italic", soft_wrap=True)
+    console.print(make_seed_table(seed_means))
+    for line in (describe_labels(seed_means.metrics), *lines):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"Results are saved in {folder}; {SEEDS_TABLE_FILE} has every seed's values.", soft_wrap=True)
 
 
 def summarize_run(name: str, folder: Path) -> dict[str, Any]:
@@ -80,28 +87,68 @@ def _list_seed_metrics(records: Sequence[Mapping[str, Any]], aggregation: str) -
     return [*TABLE_METRICS, *common]
 
 
-def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Format means over seeds ± standard error, then the value of each seed, and mark the better of two FedAvgs."""
+class SeedMeans(NamedTuple):
+    """Means over seeds of every method."""
+
+    rounds: str  # what the values are of, such as "last round"
+    seeds: str
+    metrics: list[Metric]
+    values: dict[str, list[dict[str, float]]]  # by method: the values of each seed by label
+    better_fedavg: str  # of two variants by validation
+    without_codebook: set[str]  # methods
+
+    def format_means(self, name: str) -> list[str]:
+        """Format the mean ± standard error of every metric of a method."""
+        return [
+            "–"
+            if metric.requires_codebook and name in self.without_codebook
+            else format_mean_stderr([value[metric.label] for value in self.values[name]], metric.digits + 1)
+            for metric in self.metrics
+        ]
+
+    def mark_name(self, name: str) -> str:
+        """Return the name of a method, marked if it is the better of two FedAvgs."""
+        return f"{name} (better by validation)" if name == self.better_fedavg else name
+
+
+def summarize_seeds(records: Sequence[Mapping[str, Any]]) -> SeedMeans:
+    """Collect what the tables of seeds show."""
     names = list(dict.fromkeys(record["name"] for record in records))
     runs = {name: [record for record in records if record["name"] == name] for name in names}
-    per_seed = select_table_metrics(with_codebook=False)
-    seeds = ", ".join(str(run["experiment"]["seed"]) for run in runs[names[0]])
     aggregation = choose_aggregation(record["averaged rounds"] for record in records)
-    counts = [1] if aggregation == "last" else [record["averaged rounds"] for record in records]
-    metrics = _list_seed_metrics(records, aggregation)
-    headings = [metric.label for metric in metrics] + [f"{metric.label}, seeds {seeds}" for metric in per_seed]
-    rows = [
-        f"| {describe_rounds(counts)} | {' | '.join(headings)} |",
-        "|---" * (1 + len(headings)) + "|",
-    ]
-    better = _find_better_fedavg(runs)
-    for name in names:
-        means = [run[aggregation] for run in runs[name]]
-        cells = [format_mean_stderr([mean[m.label] for mean in means], m.digits + 1) for m in metrics]
-        cells += [" ".join(f"{mean[m.label]:.{m.digits + 1}f}" for mean in means) for m in per_seed]
-        mark = " (better by validation)" if name == better else ""
-        rows.append(f"| {name}{mark} | {' | '.join(cells)} |")
-    return "\n".join([*rows, "", describe_labels(metrics)]) + "\n"
+    return SeedMeans(
+        rounds=describe_rounds([1] if aggregation == "last" else [record["averaged rounds"] for record in records]),
+        seeds=", ".join(str(run["experiment"]["seed"]) for run in runs[names[0]]),
+        metrics=_list_seed_metrics(records, aggregation),
+        values={name: [run[aggregation] for run in runs[name]] for name in names},
+        better_fedavg=_find_better_fedavg(runs),
+        without_codebook={name for name in names if not any(run.get("total_codewords", 1) for run in runs[name])},
+    )
+
+
+def make_seed_table(found: SeedMeans) -> Table:
+    """Make a table for the screen: a column per method, so that it fits a narrow one."""
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for name in found.values:
+        table.add_column(escape(found.mark_name(name)), justify="right")
+    columns = [found.format_means(name) for name in found.values]
+    for metric, *cells in zip(found.metrics, *columns, strict=True):
+        table.add_row(metric.label, *cells)
+    return table
+
+
+def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Format means over seeds ± standard error, then the value of each seed, and mark the better of two FedAvgs."""
+    found, per_seed = summarize_seeds(records), select_table_metrics(with_codebook=False)
+    headings = [metric.label for metric in found.metrics]
+    headings += [f"{metric.label}, seeds {found.seeds}" for metric in per_seed]
+    rows = [f"| {found.rounds} | {' | '.join(headings)} |", "|---" * (1 + len(headings)) + "|"]
+    for name, values in found.values.items():
+        cells = found.format_means(name)
+        cells += [" ".join(f"{value[m.label]:.{m.digits + 1}f}" for value in values) for m in per_seed]
+        rows.append(f"| {found.mark_name(name)} | {' | '.join(cells)} |")
+    return "\n".join([*rows, "", describe_labels(found.metrics)]) + "\n"
 
 
 def _find_better_fedavg(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
