@@ -179,11 +179,11 @@ def test_show_prints_finished_runs_and_the_state_of_the_others(
     answer = call_cli("show", *map(str, tmp_path.iterdir()))
     assert answer.code == 0, answer.stderr
     assert "Test examples, mean of last 5 rounds" in answer.stdout
-    state = f"{folder.path}: 2 of 6 rounds, unfinished; run the original command again to resume it"
+    state = f"{folder.path}: 2 of 6 rounds recorded, unfinished; run the original command again to resume it"
     assert state in answer.stdout
     assert call_cli("show", str(folder.path)).stdout == f"{state}\n"
     with folder.lock():
-        assert call_cli("show", str(folder.path)).stdout == f"{folder.path}: 2 of 6 rounds, running\n"
+        assert call_cli("show", str(folder.path)).stdout == f"{folder.path}: 2 of 6 rounds recorded, running\n"
     folder.header_path.write_text("{")
     answer = call_cli("show", *map(str, tmp_path.iterdir()))
     assert f"{folder.header_path} is damaged (" in answer.stdout

@@ -97,7 +97,7 @@ def describe_unfinished(folder: RunFolder, header: Mapping[str, Any]) -> str:
     """Describe how far an unfinished run is, and whether a process works on it."""
     rounds = max((record["round"] for record in folder.read_records()), default=0)
     state = "running" if folder.is_in_use else "unfinished; run the original command again to resume it"
-    return f"{folder.path}: {rounds} of {header['total_rounds']} rounds, {state}"
+    return f"{folder.path}: {rounds} of {header['total_rounds']} rounds recorded, {state}"
 
 
 def _read_header(folder: RunFolder) -> dict[str, Any]:
