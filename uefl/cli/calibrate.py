@@ -46,8 +46,8 @@ def calibrate(
     other silos count as so many examples of a small silo, without a guarantee.
 
     Each silo uses its calibration part: train with calibration_fraction=0.2.
-    For other runs, give labeled files that the silo did not train with. At least
-    9 examples are needed for coverage=0.9, and 45 for risk=0.05.
+    For other runs, give labeled files that the silo did not train with. At
+    least 9 examples are needed for coverage=0.9, and 45 for risk=0.05.
 
     Nothing is sent. The result is calibration.json in the folder of the run.
 

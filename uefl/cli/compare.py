@@ -48,8 +48,9 @@ def compare(
     FedAvg runs with and without layer norm; the table shows the variant with
     the higher validation accuracy. If you set `feature_norm=`, FedAvg runs once
     with that setting. Without names of methods, FedAvg, FedAvg with local
-    fine-tuning and UEFL run; UEFL fine-tunes, too. A method that needs another optimizer is named below the
-    progress, with its settings: SCAFFOLD trains with SGD.
+    fine-tuning and UEFL run; UEFL fine-tunes, too. A method that needs another
+    optimizer is named below the progress, with its settings: SCAFFOLD trains
+    with SGD.
 
     \b
     Examples:

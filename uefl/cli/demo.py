@@ -22,9 +22,9 @@ def demo(
 
     The hospitals compare logistic regression at each hospital alone, a network
     at each hospital alone, FedAvg, FedAvg with local fine-tuning, and UEFL. The
-    digits have three alike silos and two of other domains. Each data set ends with a table, one sentence that
-    claims no more than its 95 % interval, the silos that UEFL found uncertain,
-    and a picture. Nothing is downloaded.
+    digits have three alike silos and two of other domains. Each data set ends
+    with a table, one sentence that claims no more than its 95 % interval, the
+    silos that UEFL found uncertain, and a picture. Nothing is downloaded.
 
     \b
     Examples:

@@ -41,7 +41,8 @@ def init(
 ) -> None:
     """Write the files of a new federation.
 
-    These are certificates, keys, configuration, start scripts and systemd units.
+    These are certificates, keys, configuration, start scripts and systemd
+    units.
 
     \b
     Example:
@@ -72,7 +73,8 @@ def serve(
 ) -> None:
     """Run the coordinator: the SuperLink at 127.0.0.1, and the guard, which admits registered silos only.
 
-    Example: `uefl deploy serve hospitals/coordinator`. The script serve.sh calls it.
+    Example: `uefl deploy serve hospitals/coordinator`. The script serve.sh
+    calls it.
     """
     with _require_flower():
         from uefl.flower.coordinator import CoordinatorOptions, run_coordinator
@@ -91,7 +93,8 @@ def node(
 ) -> None:
     """Connect a silo to its coordinator, and answer messages by the installed client app.
 
-    Example: `uefl deploy node silos/north --coordinator fl.example.org:8443 --silo north`. The script node.sh calls it.
+    Example: `uefl deploy node silos/north --coordinator fl.example.org:8443
+    --silo north`. The script node.sh calls it.
     """
     with _require_flower():
         from uefl.flower.node import NodeOptions, run_node
@@ -191,7 +194,8 @@ def result(
 ) -> None:
     """Print how the last run ended and exit with its code: 0, 1 (failed), 2 (wrong input) or 3 (can be resumed).
 
-    Example: `uefl deploy result hospitals/coordinator/federation.toml`. The script run.sh calls it.
+    Example: `uefl deploy result hospitals/coordinator/federation.toml`. The
+    script run.sh calls it.
     """
     with _require_flower():
         from uefl.flower.federation_status import read_output_folder, read_result_since

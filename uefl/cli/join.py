@@ -40,12 +40,12 @@ def join(
     """Let a further silo join a finished run, without changing the run.
 
     The new silo gets codewords by K-means on its own features and trains only
-    what is its own. No tensor of another silo and no shared tensor changes.
-    Its own labeled examples choose what is trained: codewords under the shared
-    classifier, a classifier too, or a new classifier on features that pass beside
-    the codewords. Its test examples choose nothing. PATH is read with the data
-    settings of the run. The result is a new run folder, for `uefl predict`,
-    `calibrate`, `watch`, `export`, `show` and `uefl.load`.
+    what is its own. No tensor of another silo and no shared tensor changes. Its
+    own labeled examples choose what is trained: codewords under the shared
+    classifier, a classifier too, or a new classifier on features that pass
+    beside the codewords. Its test examples choose nothing. PATH is read with
+    the data settings of the run. The result is a new run folder, for `uefl
+    predict`, `calibrate`, `watch`, `export`, `show` and `uefl.load`.
 
     \b
     Settings, as FIELD=VALUE:

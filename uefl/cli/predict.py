@@ -52,11 +52,11 @@ def predict(
 ) -> None:
     """Predict the classes of new images, or of new rows of a table.
 
-    Writes one row per image or row: file (and line), label, probability, predictive entropy
-    and mutual information (both in nats); after `uefl calibrate`, also prediction
-    set and abstain. Images, rows and tables that cannot be used are named,
-    counted and skipped; the exit code is 2 if nothing is left, else 0. All
-    inputs of one command use the same model.
+    Writes one row per image or row: file (and line), label, probability,
+    predictive entropy and mutual information (both in nats); after `uefl
+    calibrate`, also prediction set and abstain. Images, rows and tables that
+    cannot be used are named, counted and skipped; the exit code is 2 if nothing
+    is left, else 0. All inputs of one command use the same model.
 
     \b
     Examples:

@@ -35,13 +35,14 @@ def watch(
     """Test whether new inputs are still like a silo's data; exit code 1 is an alarm.
 
     Compares the inputs with the silo's calibration examples, as the model sees
-    them: predictive entropy and, for models with a codebook, the use of codewords.
-    The tests permute whole images or rows. Without a change, an alarm has at most
-    the chance of the level. No alarm is no proof that nothing has changed.
+    them: predictive entropy and, for models with a codebook, the use of
+    codewords. The tests permute whole images or rows. Without a change, an
+    alarm has at most the chance of the level. No alarm is no proof that nothing
+    has changed.
 
     Needs a run with calibration_fraction=0.2, or one that `uefl calibrate` has
-    calibrated with labeled files. Draw inputs at random over classes as they occur:
-    a change of their frequencies is a change of the data too.
+    calibrated with labeled files. Draw inputs at random over classes as they
+    occur: a change of their frequencies is a change of the data too.
 
     \b
     Examples:
