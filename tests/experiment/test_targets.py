@@ -44,6 +44,18 @@ def test_every_site_is_left_out_in_turn_and_stands_in_one_table(arguments: list[
     assert rows[1][1] in cells
 
 
+def test_all_methods_show_the_last_round_beside_a_fine_tuned_one(arguments: list[str], tmp_path: Path) -> None:
+    settings = [*arguments, "feature_norm=layer", "target=all"]
+    answer = call_cli("compare", "fedavg", "fine-tuning", *settings)
+    assert answer.code == 0, answer.stderr
+    assert "Test examples of the silo that is held out, last round:" in answer.stdout
+    folders = [RunFolder(path) for path in (tmp_path / "runs").glob("fedavg-folder-*")]
+    last = {f.read_header()["experiment"]["data"]["target"]: f.read_summary()["last"] for f in folders}
+    _, rows = find_table(answer.stdout.splitlines(), ["held out", "mA", "mE", "mAUROC", "mAUPRC", "mSens"])
+    shown = {rows[i - 1][0].strip("*"): row[2] for i, row in enumerate(rows) if row[0] == "fedavg"}
+    assert {t: shown[t] for t in SITES} == {target: f"{summary['mE']:.3f}" for target, summary in last.items()}
+
+
 def test_a_site_that_does_not_exist_is_named_with_those_that_do(arguments: list[str]) -> None:
     message = call_with_mistake("run", "fedavg", *arguments, "target=site-x")
     assert message == "unknown target 'site-x'; known: site-a, site-b, site-c, all (`uefl run` and `compare`)"

@@ -16,7 +16,7 @@ from uefl.data.config import ALL_TARGETS
 from uefl.experiment.comparison import RunResources, create_comparison_folder, run_experiments
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
-from uefl.experiment.records import DEFAULT_AGGREGATION, describe_rounds
+from uefl.experiment.records import DEFAULT_AGGREGATION, choose_aggregation, describe_rounds
 from uefl.experiment.report import (
     INTERVAL_NOTE,
     Summary,
@@ -61,7 +61,9 @@ def format_target_tables(runs: Mapping[Key, RunFolder]) -> str:
 
     For two classes, a second table has the intervals of the metrics.
     """
-    summaries = {key: run.read_summary()[DEFAULT_AGGREGATION] for key, run in runs.items()}
+    of_runs = {key: run.read_summary() for key, run in runs.items()}
+    aggregation = choose_aggregation(len(summary[DEFAULT_AGGREGATION]["round"]) for summary in of_runs.values())
+    summaries = {key: summary[aggregation] for key, summary in of_runs.items()}
     names, targets = (list(dict.fromkeys(part)) for part in zip(*runs))
     two_classes = any(map(has_two_classes, summaries.values()))
     has_codebook = any(map(has_codewords, summaries.values()))
