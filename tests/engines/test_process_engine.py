@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -229,6 +230,14 @@ def test_a_silo_that_ends_two_processes_stops_the_run_with_one_line() -> None:
         assert own_pool.workers == []
 
 
+def test_a_process_whose_answer_is_not_wanted_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    worker = worker_pool.WorkerHandle()
+    worker.channel.connection.shutdown(socket.SHUT_RD)  # so the answer fails, and no end of messages is read before
+    assert worker.process.wait(60) == 0
+    worker.end()
+    assert capfd.readouterr() == ("", "")
+
+
 def test_all_memory_and_processes_are_given_back() -> None:
     gc.collect()
     before = list_shared_memory()
@@ -308,10 +317,11 @@ def test_a_method_that_cannot_be_sent_runs_here_with_one_line() -> None:
     ("name", "value", "reason"),
     [
         ("can_start_processes", lambda: False, "this system cannot send memory from process to process"),
+        ("is_lazy", lambda _x: True, "images that are read as they are needed (lazy) belong to one process"),
         ("MAX_ATTEMPTS", 2, "no process can be started"),
     ],
 )
-def test_a_system_without_processes_runs_here_with_one_line(
+def test_what_no_process_can_run_runs_here_with_one_line(
     name: str, value: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_engine, name, value)

@@ -14,6 +14,7 @@ from torch import nn
 
 from uefl.core.errors import InputError, ResumableError
 from uefl.core.federation import Broadcast, Method, Reply, Silo, Split, Tensors, size_in_bytes
+from uefl.core.lazy_tensor import is_lazy
 from uefl.engines.processes.channel import Slot
 from uefl.engines.processes.shared_tensors import Parcel, pack
 from uefl.engines.processes.worker_pool import WorkerHandle, WorkerPool, can_start_processes, choose_num_workers
@@ -118,6 +119,8 @@ class ProcessEngine(SerialEngine):
     def _run(self, work: Work, splits: Sequence[Split]) -> Iterator[Reply]:
         if not can_start_processes():
             raise CannotSpreadError("this system cannot send memory from process to process")
+        if any(is_lazy(silo.train.x) for silo in self.silos.values()):
+            raise CannotSpreadError("images that are read as they are needed (lazy) belong to one process")
         self._finish_schedule()
         self._pack(work)
         sizes = {

@@ -161,6 +161,9 @@ def main(handle: int) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     worker = Worker(channel)
-    channel.send(("ready",))
-    while True:
-        worker.handle(inbox.get())
+    try:
+        channel.send(("ready",))
+        while True:
+            worker.handle(inbox.get())
+    except ConnectionError:  # an answer may notice the closed end before the thread above does
+        os._exit(0)
