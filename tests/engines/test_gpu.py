@@ -227,7 +227,7 @@ def test_stacked_convolutions_equal_single_ones(
 
     shapes = {"x": (3, size[0], c, *size[1:]), "w": (3, o, c, k, k), "b": (3, o)}
     inputs = [normal(derive_key(n), shape).cuda().requires_grad_() for n, shape in shapes.items()]
-    y = StackedConvolution.apply(*inputs, padding, dtype)
+    y = StackedConvolution.apply(*inputs, 1, padding, dtype)
     dy = normal(derive_key("slope"), y.shape).cuda()
     stacked = (y, *torch.autograd.grad(y, inputs, dy.to(y.dtype)))
     each = torch.stack([F.conv2d(*(t[i].double() for t in inputs), padding=padding) for i in range(3)])
@@ -236,11 +236,17 @@ def test_stacked_convolutions_equal_single_ones(
         assert (tensor.double() - expected).norm() / expected.norm() < (2e-3 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize(("c", "k", "padding"), [(3, 7, 3), (16, 3, 1), (64, 1, 0)])
-def test_stacked_convolutions_with_a_stride_equal_single_ones(c: int, k: int, padding: int) -> None:
-    shapes = {"x": (3, 5, c, 18, 18), "w": (3, 24, c, k, k), "b": (3, 24)}
+@pytest.mark.parametrize("size", [(18, 18), (17, 22)])
+@pytest.mark.parametrize(
+    ("c", "k", "stride", "padding"),
+    [(3, 7, 2, 3), (16, 3, 2, 1), (64, 3, 2, 1), (64, 1, 2, 0), (5, 5, 3, 0), (8, 2, 2, 0)],
+)
+def test_stacked_convolutions_with_a_stride_equal_single_ones(
+    c: int, k: int, stride: int, padding: int, size: tuple[int, int]
+) -> None:
+    shapes = {"x": (3, 5, c, *size), "w": (3, 24, c, k, k), "b": (3, 24)}
     inputs = [normal(derive_key(n), shape).cuda().requires_grad_() for n, shape in shapes.items()]
-    convolve = partial(F.conv2d, stride=2, padding=padding)
+    convolve = partial(F.conv2d, stride=stride, padding=padding)
     with VmapOverrides(use_triton=True):
         y = torch.func.vmap(convolve)(*inputs)
     dy = normal(derive_key("slope"), y.shape).cuda()

@@ -19,7 +19,7 @@ from uefl.core.federation import Silo
 from uefl.core.kmeans import kmeans_batch
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked import two_part_tasks
-from uefl.engines.stacked.seed_stack import SeedStack
+from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
 from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment.rounds import iterate_rounds
 
@@ -61,15 +61,55 @@ def run_stacked(method: FedAvg, seeds: tuple[int, ...], **settings: Any) -> dict
     return results
 
 
-@pytest.mark.parametrize("name", METHODS_TO_STACK)
-def test_each_seed_equals_its_run_alone(name):
-    method = METHODS_TO_STACK[name]
-    results = run_stacked(method, SEEDS)
-    for seed in SEEDS:
-        (server, records), (alone, records_alone) = results[seed], run_alone(method, seed)
+def run_in_two_stacks(method: FedAvg, groups: tuple[tuple[int, ...], ...], **settings: Any) -> dict[int, Any]:
+    """Run a stack of each group of seeds, all at the same time."""
+    locks, results = make_locks(), {}
+
+    def run_seed(stack: SeedStack, seed: int) -> None:
+        clients = stack.open_clients(list(method.prepare_silos(make_silos(seed))), make_net(method, seed), seed)
+        results[seed] = run_rounds(method, clients)
+
+    stacks = [SeedStack(dtype=torch.float64, locks=locks, own_stream=i > 0, **settings) for i in range(len(groups))]
+    run_together([(s, [partial(run_seed, s, seed) for seed in seeds]) for s, seeds in zip(stacks, groups)])
+    return results
+
+
+def assert_equals_runs_alone(method: FedAvg, results: dict[int, Any], device: str = "cpu") -> None:
+    for seed, (server, records) in results.items():
+        alone, records_alone = run_alone(method, seed, device)
         assert torch.equal(server.access, alone.access)
         assert_close(server.model_state, alone.model_state)
         assert [find_difference(a, b) for a, b in zip(records, records_alone, strict=True)] == [""] * len(records)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "uefl", "ifca", "fedbr"])
+def test_seeds_of_two_stacks_at_the_same_time_equal_their_runs_alone(name):
+    method = METHODS_TO_STACK[name]
+    results = run_in_two_stacks(method, ((0, 3), (4, 7)))
+    assert set(results) == {0, 3, 4, 7}
+    assert_equals_runs_alone(method, results)
+
+
+def test_an_error_in_one_stack_stops_the_other():
+    method, locks, rounds = UEFL_METHOD, make_locks(), []
+    stacks = [SeedStack(locks=locks) for _ in range(2)]
+
+    def run_seed(stack: SeedStack, seed: int) -> None:
+        for server in iterate_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed)):
+            rounds.append((seed, server.round))
+            if seed == 3 and server.round == 1:
+                raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space left"):
+        run_together([(s, [partial(run_seed, s, seed)]) for s, seed in zip(stacks, (0, 3))])
+    assert (0, method.total_rounds) not in rounds
+    assert threading.active_count() == 1
+
+
+@pytest.mark.parametrize("name", METHODS_TO_STACK)
+def test_each_seed_equals_its_run_alone(name):
+    method = METHODS_TO_STACK[name]
+    assert_equals_runs_alone(method, run_stacked(method, SEEDS))
 
 
 def test_silos_of_all_seeds_are_clustered_at_once_but_in_bounded_memory(monkeypatch):
@@ -167,9 +207,12 @@ def test_an_error_of_one_seed_stops_the_others():
 @pytest.mark.parametrize("name", METHODS_TO_STACK)
 def test_on_cuda_each_seed_equals_its_run_alone(name):
     method = METHODS_TO_STACK[name]
-    results = run_stacked(method, SEEDS, device="cuda")
-    for seed in SEEDS:
-        (server, records), (alone, records_alone) = results[seed], run_alone(method, seed, "cuda")
-        assert torch.equal(server.access, alone.access)
-        assert_close(server.model_state, alone.model_state)
-        assert [find_difference(a, b) for a, b in zip(records, records_alone, strict=True)] == [""] * len(records)
+    assert_equals_runs_alone(method, run_stacked(method, SEEDS, device="cuda"), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", METHODS_TO_STACK)
+def test_on_cuda_seeds_of_two_stacks_at_the_same_time_equal_their_runs_alone(name):
+    method = METHODS_TO_STACK[name]
+    assert_equals_runs_alone(method, run_in_two_stacks(method, ((0, 3), (4, 7)), device="cuda"), "cuda")

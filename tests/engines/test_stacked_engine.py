@@ -21,6 +21,9 @@ from uefl.core.errors import InputError
 from uefl.core.local import LocalTraining
 from uefl.core.noise import batched_permutations, derive_key, permutation
 from uefl.engines.serial import SerialEngine
+from uefl.engines.stacked import stacked_engine
+from uefl.engines.stacked.client_stack import ClientStack
+from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.stacked_engine import StackedEngine
 
 
@@ -177,6 +180,40 @@ def test_batched_permutations_equal_single_ones():
     orders = batched_permutations(torch.tensor(keys), sizes)
     for key, n, order in zip(keys, sizes, orders):
         assert torch.equal(order[:n], permutation(key, n))
+
+
+@pytest.mark.parametrize("place", ["stack_clients", "_train_stack", "_query_stack"])
+def test_silos_that_do_not_fit_are_split_wherever_memory_ends(place, monkeypatch):
+    method = make_short_method(FedAvg)
+    expected, _ = run_rounds(method, make_clients(method, engine=StackedEngine))
+    warnings: list[str] = []
+    clients = make_clients(method, engine=partial(StackedEngine, on_warning=warnings.append))
+    owner = stacked_engine if place == "stack_clients" else StackedEngine
+    original = getattr(owner, place)
+
+    def fail_if_large(*args, **fields):
+        stacked = next(arg.stack if isinstance(arg, DeviceBuffers) else arg for arg in args if is_stack(arg))
+        if len(getattr(stacked, "silo_names", stacked)) > 2:
+            raise torch.OutOfMemoryError("simulated")
+        return original(*args, **fields)
+
+    monkeypatch.setattr(owner, place, fail_if_large)
+    server, _ = run_rounds(method, clients)
+    assert warnings == ["4 silos at a time do not fit into the memory of cpu; the run continues with 2 at a time."]
+    torch.testing.assert_close(server.model_state, expected.model_state)
+
+
+def is_stack(argument):
+    return isinstance(argument, ClientStack | DeviceBuffers | list)
+
+
+def test_images_that_do_not_fit_are_an_input_error(monkeypatch):
+    def fail(*_args):
+        raise torch.OutOfMemoryError("simulated")
+
+    monkeypatch.setattr(StackedEngine, "_load_stack", fail)
+    with pytest.raises(InputError, match="images do not fit into the memory of cpu; use lazy=true, or fewer images"):
+        make_clients(make_short_method(FedAvg), engine=StackedEngine)
 
 
 def test_a_network_with_torch_dropout_raises_an_input_error():

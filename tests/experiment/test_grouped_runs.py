@@ -12,9 +12,9 @@ from harness import TINY_SETTINGS
 
 from uefl.core.errors import ResumableError
 from uefl.experiment.experiment import Experiment
-from uefl.experiment.grouped_runs import group_runs, run_group
+from uefl.experiment.grouped_runs import choose_num_stacks, group_runs, run_group
 from uefl.experiment.parsing import parse_experiments
-from uefl.experiment.run import Event, run
+from uefl.experiment.run import Event, PreparedRun, prepare_run, run
 from uefl.experiment.run_folder import RunFolder
 
 
@@ -36,6 +36,26 @@ def read_accuracies(folder: Path) -> list[float]:
     summary: dict[str, Any] = RunFolder(folder).read_summary()
     silos = summary["last"]["silos"].values()
     return [silo[metric] for silo in silos for metric in ("accuracy", "entropy", "num_codewords")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_seeds", "device", "num_stacks"),
+    [
+        ([], 10, "cuda", 2),
+        ([], 3, "cuda", 1),  # few seeds
+        ([], 10, "cpu", 1),
+        (["width=512", "batch_size=2048"], 10, "cuda", 1),  # fills the device
+    ],
+)
+def test_two_stacks_run_at_the_same_time_only_where_this_pays(settings, num_seeds, device, num_stacks):
+    def prepare(method: str) -> PreparedRun:
+        (experiment,) = parse_experiments([method, "train_per_silo=20", *settings], [], "default").values()
+        return prepare_run(experiment, device="cpu", engine="stacked", on_event=lambda _: None)
+
+    first = prepare("fedavg")
+    assert choose_num_stacks({f"seed {i}": first for i in range(num_seeds)}, device) == num_stacks
+    grows = prepare("uefl")
+    assert choose_num_stacks({f"seed {i}": grows for i in range(num_seeds)}, device) == 1
 
 
 def test_seeds_end_as_alone_also_after_an_interruption(experiments, tmp_path):

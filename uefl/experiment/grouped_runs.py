@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from uefl.engines.stacked.seed_stack import SeedStack
+from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
+from uefl.engines.stacked.stack_size import compute_stack_size, count_activations
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.round_writer import DeferredWriter
 from uefl.experiment.run import (
@@ -21,6 +22,8 @@ from uefl.experiment.run import (
     run,
     run_with_clients,
 )
+
+MIN_SEEDS_OF_TWO_STACKS = 4
 
 
 def group_runs(experiments: Mapping[str, Experiment]) -> list[dict[str, Experiment]]:
@@ -69,7 +72,7 @@ def run_group(
             runs = {names[0]: first, **others}
             folders: dict[str, Path] = {}
             for group in _group_by_shape(runs):
-                folders |= _run_in_one_stack(group, root, on_event)
+                folders |= _run_in_stacks(group, root, on_event, choose_num_stacks(group, device))
             return {name: folders[name] for name in names}
     return {
         name: run(experiments[name], root, device=device, engine=engine, on_event=partial(on_event, name))
@@ -83,13 +86,28 @@ def _group_by_shape(runs: Mapping[str, PreparedRun]) -> list[dict[str, PreparedR
     return [{n: run_ for n, run_ in runs.items() if run_.context.input_shape == shape} for shape in shapes]
 
 
-def _run_in_one_stack(
-    runs: Mapping[str, PreparedRun], root: Path, on_event: Callable[[str, Event], None]
-) -> dict[str, Path]:
-    first, folders = next(iter(runs)), dict[str, Path]()
-    stack = SeedStack(**make_engine_settings(runs[first]), **make_engine_listeners(partial(on_event, first)))
+def choose_num_stacks(runs: Mapping[str, PreparedRun], device: str) -> int:
+    """Return 2 where the servers' work is worth hiding: many seeds of a network that is small for the device.
 
-    def run_seed(name: str, prepared: PreparedRun) -> None:
+    A codebook grows, and its steps would be captured again in both stacks, which takes longer than the servers.
+    """
+    first = next(iter(runs.values()))
+    if not device.startswith("cuda") or len(runs) < MIN_SEEDS_OF_TWO_STACKS or first.experiment.method.codebook:
+        return 1
+    activations = count_activations(first.net, first.context.input_shape, first.silos[0].train.x.dtype)
+    most = compute_stack_size(activations, first.experiment.method.local.batch_size, "cuda")
+    return 2 if sum(len(run_.silos) for run_ in runs.values()) <= most else 1
+
+
+def _run_in_stacks(
+    runs: Mapping[str, PreparedRun], root: Path, on_event: Callable[[str, Event], None], num_stacks: int
+) -> dict[str, Path]:
+    """Run all in one stack, or in two at the same time: the device trains one while the servers of the other work."""
+    first, folders, locks = next(iter(runs)), dict[str, Path](), make_locks()
+    settings = {**make_engine_settings(runs[first]), **make_engine_listeners(partial(on_event, first))}
+    stacks = [SeedStack(locks=locks, own_stream=i > 0, **settings) for i in range(num_stacks)]
+
+    def run_seed(stack: SeedStack, name: str, prepared: PreparedRun) -> None:
         writer = DeferredWriter(stack.yield_turn)
 
         def open_clients() -> nullcontext[Engine]:
@@ -101,5 +119,11 @@ def _run_in_one_stack(
             writer=writer,
         )
 
-    stack.run([partial(run_seed, name, prepared) for name, prepared in runs.items()])
+    seeds = {name: i * num_stacks // len(runs) for i, name in enumerate(runs)}  # by name: the number of its stack
+    run_together(
+        [
+            (stack, [partial(run_seed, stack, name, runs[name]) for name in runs if seeds[name] == i])
+            for i, stack in enumerate(stacks)
+        ]
+    )
     return folders

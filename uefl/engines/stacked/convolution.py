@@ -23,13 +23,15 @@ from torch.autograd.function import once_differentiable
 # length does not depend on the number of clients, and so neither does the result.
 POSITIONS_PER_PART = 4096
 FEW_POSITIONS = 512  # smaller blocks then give the device more programs
+FEW_CHANNELS = 8  # of images; a block of channels would be mostly empty
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(
     x, w, bias, y, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-    OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD: tl.constexpr, BIAS: tl.constexpr,
-    FLIPPED: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    BIAS: tl.constexpr, FLIPPED: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """y [G,B,P,Q,OUT] = columns of x [G,B,H,W,C] times w [G,OUT,k], or with FLIPPED times w [G,C,k'] turned around."""
     g = tl.program_id(1).to(tl.int64)
@@ -41,7 +43,7 @@ def _forward_kernel(
     w += g * K * OUT
     y += g * B * P * Q * OUT
     inside = m < B * P * Q
-    b, top, left = m // (P * Q), (m // Q) % P - PAD, m % Q - PAD
+    b, top, left = m // (P * Q), (m // Q) % P * STRIDE - PAD, m % Q * STRIDE - PAD
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
@@ -71,8 +73,8 @@ def _forward_kernel(
 @triton.jit  # type: ignore[untyped-decorator]
 def _filter_gradient_kernel(
     x, dy, dw, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-    OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PAD: tl.constexpr, PART: tl.constexpr,
-    TAPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
+    OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    PART: tl.constexpr, TAPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """dw [S,G,OUT,k] = dy [G,B,P,Q,OUT], transposed, times the columns of x [G,B,H,W,C], over S parts of the positions.
 
@@ -96,7 +98,7 @@ def _filter_gradient_kernel(
     for start in range(part * PART, min(part * PART + PART, B * P * Q), BM):
         m = start + tl.arange(0, BM)
         inside = m < B * P * Q
-        i, j = (m // Q) % P + row, m % Q + column
+        i, j = (m // Q) % P * STRIDE + row, m % Q * STRIDE + column
         ok = (inside & (i >= 0) & (i < H))[:, None] & (c < C)[None, :]
         source = x + ((m // (P * Q) * H + i) * W + j)[:, None] * C + c[None, :]
         gradients = tl.load(dy + m[:, None] * OUT + n[None, :], mask=inside[:, None] & (n < OUT)[None, :], other=0.0)
@@ -116,6 +118,34 @@ def _filter_gradient_kernel(
         tl.store(target + 2 * C, third, mask=valid)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _short_filter_gradient_kernel(
+    x, dy, dw, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    PART: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The same for images of few channels: a program computes a block of k, and so reads the gradients once for all."""
+    g, part, block = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.program_id(0)
+    n_blocks: tl.constexpr = (OUT + BN - 1) // BN
+    K: tl.constexpr = ROWS * COLUMNS * C
+    n = (block % n_blocks) * BN + tl.arange(0, BN)
+    k = (block // n_blocks) * BK + tl.arange(0, BK)
+    row, column = k // C // COLUMNS - PAD, k // C % COLUMNS - PAD
+    x += g * B * H * W * C
+    dy += g * B * P * Q * OUT
+    dw += (part * tl.num_programs(1) + g) * K * OUT
+    total = tl.zeros((BN, BK), tl.float32)
+    for start in range(part * PART, min(part * PART + PART, B * P * Q), BM):
+        m = start + tl.arange(0, BM)
+        inside = m < B * P * Q
+        i, j = ((m // Q) % P * STRIDE)[:, None] + row[None, :], (m % Q * STRIDE)[:, None] + column[None, :]
+        ok = inside[:, None] & (k < K)[None, :] & (i >= 0) & (i < H) & (j >= 0) & (j < W)
+        gradients = tl.load(dy + m[:, None] * OUT + n[None, :], mask=inside[:, None] & (n < OUT)[None, :], other=0.0)
+        columns = tl.load(x + (((m // (P * Q) * H)[:, None] + i) * W + j) * C + (k % C)[None, :], mask=ok, other=0.0)
+        total = tl.dot(tl.trans(gradients), columns, total)
+    tl.store(dw + n[:, None] * K + k[None, :], total, mask=(n < OUT)[:, None] & (k < K)[None, :])
+
+
 def choose_block(size: int, largest: int = 64) -> int:
     """Return the number of channels or filters of a program: a power of 2 that a matrix product supports."""
     block: int = triton.next_power_of_2(size)
@@ -132,69 +162,94 @@ def choose_forward_tile(dtype: torch.dtype, num_positions: int, c: int, o: int) 
     return 128, choose_block(o), 32
 
 
-def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, padding: int, *, flipped: bool = False) -> Tensor:
+def _convolve(
+    x: Tensor, w: Tensor, bias: Tensor | None, padding: int, *, stride: int = 1, flipped: bool = False
+) -> Tensor:
     """Convolve x [G,B,H,W,C] with w [G,O,r,s,C], or x [G,B,H,W,O] with w turned around: [G,B,P,Q,O or C]."""
     (groups, b, h, width, c), (rows, columns), o = x.shape, w.shape[2:4], w.shape[4 if flipped else 1]
-    p, q = h + 2 * padding - rows + 1, width + 2 * padding - columns + 1
+    p, q = (h + 2 * padding - rows) // stride + 1, (width + 2 * padding - columns) // stride + 1
     y = x.new_empty(groups, b, p, q, o)
     bm, bn, bk = choose_forward_tile(x.dtype, b * p * q, c, o)
     grid = (triton.cdiv(b * p * q, bm) * triton.cdiv(o, bn), groups)
     _forward_kernel[grid](
-        x, w, y if bias is None else bias, y, b, h, width, c, p, q, o, rows, columns, padding, bias is not None,
-        flipped, c % bk == 0, bm, bn, bk, num_warps=4, num_stages=3,
+        x, w, y if bias is None else bias, y, b, h, width, c, p, q, o, rows, columns, stride, padding,
+        bias is not None, flipped, c % bk == 0, bm, bn, bk, num_warps=4, num_stages=3,
     )  # fmt: skip
     return y
 
 
+def _compute_filter_gradient(x: Tensor, dy: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
+    """Return the gradient of w [G,O,r,s,C] in float32, for images x [G,B,H,W,C] and gradients dy [G,B,P,Q,O]."""
+    (groups, o, rows, columns, c), (b, p, q) = w.shape, dy.shape[1:4]
+    parts = triton.cdiv(b * p * q, POSITIONS_PER_PART)
+    dw = torch.empty(parts, *w.shape, dtype=torch.float32, device=w.device)
+    arguments = (x, dy, dw, b, *x.shape[2:4], c, p, q, o, rows, columns, stride, padding, POSITIONS_PER_PART)
+    largest = 128 if x.dtype == torch.bfloat16 else 64
+    bn, bc = choose_block(o, largest), choose_block(c, largest)
+    if c < FEW_CHANNELS:
+        bk = choose_block(rows * columns * c)
+        bm, num_warps = (32, 1) if bn * bk <= 256 else (64, 4)
+        grid = (triton.cdiv(rows * columns * c, bk) * triton.cdiv(o, bn), groups, parts)
+        _short_filter_gradient_kernel[grid](*arguments, bm, bn, bk, num_warps=num_warps, num_stages=3)
+    else:
+        taps = 3 if columns == 3 and bn * bc <= 1024 else 1  # three larger sums do not fit into registers
+        bm, num_warps = (32, 1) if bn * bc <= 256 else (32, 4) if bn * bc > 8192 else (64, 4)
+        grid = (rows * columns // taps * triton.cdiv(c, bc) * triton.cdiv(o, bn), groups, parts)
+        num_stages = 4 if bn * bc > 8192 else 3
+        _filter_gradient_kernel[grid](*arguments, taps, bm, bn, bc, num_warps=num_warps, num_stages=num_stages)
+    return dw[0] if parts == 1 else dw.sum(0)
+
+
 class StackedConvolution(torch.autograd.Function):
-    """Convolve x [G,B,C,H,W] with w [G,O,C,r,s] at stride 1: [G,B,O,P,Q] with channels last in memory.
+    """Convolve x [G,B,C,H,W] with w [G,O,C,r,s]: [G,B,O,P,Q] with channels last in memory.
 
     If the channels of x and w are last in memory, as the engine stores them, nothing is copied but to another type.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, padding: int, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, dtype: torch.dtype
+    ) -> Tensor:
         images = x.to(dtype).permute(0, 1, 3, 4, 2).contiguous()
         filters = w.to(dtype).permute(0, 1, 3, 4, 2).contiguous()
         ctx.save_for_backward(images, filters)
-        ctx.padding, ctx.dtypes = padding, (x.dtype, w.dtype, None if bias is None else bias.dtype)
-        return _convolve(images, filters, bias, padding).permute(0, 1, 4, 2, 3)
+        ctx.stride, ctx.padding = stride, padding
+        ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
+        return _convolve(images, filters, bias, padding, stride=stride).permute(0, 1, 4, 2, 3)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         images, filters = ctx.saved_tensors
-        groups, o, rows, columns, c = filters.shape
+        rows = filters.shape[2]
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         gradients = dy.to(images.dtype).permute(0, 1, 3, 4, 2).contiguous()
         dx = dbias = None
         if ctx.needs_input_grad[0]:  # the convolution of the gradients with the filters turned around
-            dx = _convolve(gradients, filters, None, rows - 1 - ctx.padding, flipped=True)
+            spread = _spread(gradients, ctx.stride, *(size + 2 * ctx.padding - rows + 1 for size in images.shape[2:4]))
+            dx = _convolve(spread, filters, None, rows - 1 - ctx.padding, flipped=True)
             dx = dx.permute(0, 1, 4, 2, 3).to(x_dtype)
-        _, b, p, q, _ = gradients.shape
-        parts = triton.cdiv(b * p * q, POSITIONS_PER_PART)
-        dw = torch.empty(parts, *filters.shape, dtype=torch.float32, device=filters.device)
-        largest = 128 if images.dtype == torch.bfloat16 else 64
-        bn, bc = choose_block(o, largest), choose_block(c, largest)
-        taps = 3 if columns == 3 and bn * bc <= 1024 else 1  # three larger sums do not fit into registers
-        bm, num_warps = (32, 1) if bn * bc <= 256 else (32, 4) if bn * bc > 8192 else (64, 4)
-        grid = (rows * columns // taps * triton.cdiv(c, bc) * triton.cdiv(o, bn), groups, parts)
-        _filter_gradient_kernel[grid](
-            images, gradients, dw, b, *images.shape[2:4], c, p, q, o, rows, columns, ctx.padding, POSITIONS_PER_PART,
-            taps, bm, bn, bc, num_warps=num_warps, num_stages=4 if bn * bc > 8192 else 3,
-        )  # fmt: skip
-        total = dw[0] if parts == 1 else dw.sum(0)
+        total = _compute_filter_gradient(images, gradients, filters, ctx.stride, ctx.padding)
         if bias_dtype is not None:
             dbias = gradients.sum((1, 2, 3), dtype=torch.float32).to(bias_dtype)
-        return dx, total.permute(0, 1, 4, 2, 3).to(w_dtype), dbias, None, None
+        return dx, total.permute(0, 1, 4, 2, 3).to(w_dtype), dbias, None, None, None
+
+
+def _spread(gradients: Tensor, stride: int, height: int, width: int) -> Tensor:
+    """Return gradients [G,B,P,Q,O] at the positions that a stride has kept, with zeros between them."""
+    if stride == 1:
+        return gradients
+    spread = gradients.new_zeros(*gradients.shape[:2], height, width, gradients.shape[-1])
+    spread[:, :, ::stride, ::stride] = gradients
+    return spread
 
 
 class VmapConvolution(torch.autograd.Function):
     """A convolution that uses `StackedConvolution` under `vmap` if clients have separate filters."""
 
     @staticmethod
-    def forward(x: Tensor, w: Tensor, bias: Tensor | None, padding: int, dtype: torch.dtype) -> Tensor:
-        return F.conv2d(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype), padding=padding)
+    def forward(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, dtype: torch.dtype) -> Tensor:
+        return F.conv2d(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype), stride, padding)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -207,19 +262,20 @@ class VmapConvolution(torch.autograd.Function):
         x: Tensor,
         w: Tensor,
         bias: Tensor | None,
+        stride: int,
         padding: int,
         dtype: torch.dtype,
     ) -> tuple[Tensor, int]:
         x = x.expand(info.batch_size, *x.shape) if dims[0] is None else x.movedim(dims[0], 0)
         if dims[1] is None:  # all silos have the same filters: one large batch
-            y = F.conv2d(x.flatten(0, 1).to(dtype), w.to(dtype), padding=padding).unflatten(0, x.shape[:2])
+            y = F.conv2d(x.flatten(0, 1).to(dtype), w.to(dtype), None, stride, padding).unflatten(0, x.shape[:2])
             if bias is None:
                 return y, 0
             bias = bias if dims[2] is None else bias.movedim(dims[2], 0)[:, None]
             return y + bias.to(dtype)[..., None, None], 0
         if bias is not None:
             bias = bias.expand(len(x), -1) if dims[2] is None else bias.movedim(dims[2], 0)
-        return StackedConvolution.apply(x, w.movedim(dims[1], 0), bias, padding, dtype), 0
+        return StackedConvolution.apply(x, w.movedim(dims[1], 0), bias, stride, padding, dtype), 0
 
 
 def is_supported(
@@ -235,8 +291,8 @@ def is_supported(
 
 
 def convolve(x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, dtype: torch.dtype) -> Tensor:
-    """Convolve with the kernels. A stride drops results, or images before filters of one pixel: networks have few."""
+    """Convolve with the kernels; a stride drops pixels before filters of one pixel, so that gradients are small too."""
     if stride > 1 and w.shape[-1] == 1 and padding == 0:
         x, stride = x[..., ::stride, ::stride], 1
-    y: Tensor = VmapConvolution.apply(x, w, bias, padding, dtype)
-    return y if stride == 1 else y[..., ::stride, ::stride]
+    y: Tensor = VmapConvolution.apply(x, w, bias, stride, padding, dtype)
+    return y

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -15,6 +17,8 @@ from uefl.core.local import LocalTraining
 from uefl.engines.optimizer_state import OPTIMIZER_PREFIX
 from uefl.engines.stacked.client_stack import ClientStack, allocate_stack
 from uefl.engines.stacked.stacked_optimizer import StackedOptimizer
+
+CAPTURE_LOCK = threading.Lock()  # one engine at a time: to free the graphs of another one would break a capture
 
 
 class DeviceBuffers:
@@ -116,9 +120,11 @@ class CapturedStep:
         Other threads may wait for their copies meanwhile, so only calls of this one can break the capture.
         """
         graph, out_of_memory = torch.cuda.CUDAGraph(), False
-        capture = torch.cuda.graph(graph, pool=self.graph_pool, capture_error_mode="thread_local")
+        current = torch.cuda.current_stream()
+        stream = None if current == torch.cuda.default_stream() else get_capture_stream(current)
+        capture = torch.cuda.graph(graph, pool=self.graph_pool, stream=stream, capture_error_mode="thread_local")
         try:
-            with pause_garbage_collection(), capture:
+            with CAPTURE_LOCK, pause_garbage_collection(), capture:
                 try:
                     self.step(*self.inputs)
                 except torch.OutOfMemoryError:  # ending the capture raises another error
@@ -131,6 +137,12 @@ class CapturedStep:
         if out_of_memory:
             raise torch.OutOfMemoryError("the captured step of a stack does not fit into the device's memory")
         return graph
+
+
+@cache
+def get_capture_stream(_stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """Return the queue on which the steps of another queue are captured: steps of two must not share work space."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -83,17 +84,24 @@ class SeedClients:
         return iter(self.stack.wait_for_replies(self, Request(method, broadcast, task, tuple(splits))))
 
 
+class SharedLocks(NamedTuple):
+    """What the seeds of stacks that run at the same time do one after another."""
+
+    turn: threading.Lock  # of the servers: libraries have global state, such as generators
+    side_work: threading.Lock  # more than one seed would slow down the threads that give the device its work
+
+
 class SeedStack:
     """Run several seeds of one method in one process; each calls `open_clients` in its own thread."""
 
-    def __init__(self, **engine_settings: Any) -> None:
+    def __init__(self, *, locks: SharedLocks | None = None, own_stream: bool = False, **engine_settings: Any) -> None:
         self.device = torch.device(engine_settings.get("device", "cpu"))
         self._engine_settings = engine_settings
+        self._stream = get_second_stream(self.device) if own_stream and self.device.type == "cuda" else None
         self._lock = threading.Lock()  # of what follows, except the turn
         self._requested = threading.Condition(self._lock)  # the main thread waits for it
         self._answered = threading.Condition(self._lock)  # the threads of seeds wait for it
-        self._turn = threading.Lock()  # one seed's server at a time: libraries have global state, such as generators
-        self._side_work = threading.Lock()  # one seed at a time: more would slow the main thread down
+        self._turn, self._side_work = locks or make_locks()
         self._requests: dict[SeedClients, Request] = {}
         self._replies: dict[SeedClients, list[Reply]] = {}
         self._is_device_busy = False  # with the steps of a round, so seeds may do what nothing waits for
@@ -125,18 +133,19 @@ class SeedStack:
         self._running = len(threads)
         for thread in threads:
             thread.start()
-        try:
-            while requests := self._wait_for_requests():
-                self._answer(requests)
-        except BaseException as error:
-            self._errors.append(error)
-        finally:
-            self._stop()
-            for thread in threads:
-                thread.join()
-            if self._engine:
-                self._engine.release()
-                self._engine = None
+        with torch.cuda.stream(self._stream):
+            try:
+                while requests := self._wait_for_requests():
+                    self._answer(requests)
+            except BaseException as error:
+                self._errors.append(error)
+            finally:
+                self.stop()
+                for thread in threads:
+                    thread.join()
+                if self._engine:
+                    self._engine.release()
+                    self._engine = None
         if self._errors:
             raise self._errors[0]
 
@@ -168,20 +177,21 @@ class SeedStack:
         try:
             if self.device.index is not None:
                 torch.cuda.set_device(self.device)  # each thread has a current device of its own
-            with self._turn:
+            with torch.cuda.stream(self._stream), self._turn:
                 if not self._is_stopped:
                     seed()
         except SeedStackStopped:
             pass
         except BaseException as error:  # raised again in the main thread
             self._errors.append(error)
-            self._stop()
+            self.stop()
         finally:
             with self._lock:
                 self._running -= 1
                 self._requested.notify()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Let all seeds end where they are; those that wait for replies get none."""
         with self._lock:
             self._is_stopped = True
             self._requested.notify()
@@ -203,7 +213,8 @@ class SeedStack:
 
     def _answer(self, requests: Mapping[SeedClients, Request]) -> None:
         if self._engine is None:
-            self._engine = SeedStackEngine(self._members, self._note_busy_device, **self._engine_settings)
+            listener = self._note_busy_device
+            self._engine = SeedStackEngine(self._members, listener, self._turn, **self._engine_settings)
         replies = self._engine.answer(requests)
         with self._lock:
             self._is_device_busy = False
@@ -216,11 +227,59 @@ class SeedStack:
             self._answered.notify_all()
 
 
+def make_locks() -> SharedLocks:
+    """Return the locks of stacks that run at the same time."""
+    return SharedLocks(threading.Lock(), threading.Lock())
+
+
+@cache
+def get_second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a queue of the device beside its usual one, always the same: libraries keep work space for each."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def run_together(stacks: Sequence[tuple[SeedStack, Sequence[Callable[[], None]]]]) -> None:
+    """Run stacks with their seeds at the same time: the device trains one stack while the servers of another work.
+
+    The first error stops all of them.
+    """
+    errors: list[BaseException] = []
+
+    def run_stack(stack: SeedStack, seeds: Sequence[Callable[[], None]]) -> None:
+        try:
+            stack.run(seeds)
+        except BaseException as error:
+            errors.append(error)
+            for other, _ in stacks:
+                other.stop()
+
+    threads = [threading.Thread(target=run_stack, args=pair, daemon=True) for pair in stacks[1:]]
+    for thread in threads:
+        thread.start()
+    run_stack(*stacks[0])  # in this thread, which notices Ctrl-C
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(timeout=1.0)
+    except BaseException:
+        for stack, _ in stacks:
+            stack.stop()
+        raise
+    if errors:
+        raise errors[0]
+
+
 class SeedStackEngine(StackedEngine):
     """A stacked engine over the silos of all runs; a silo's label within it is the number of its run and its name."""
 
-    def __init__(self, members: Sequence[SeedClients], on_steps_queued: Callable[[], None], **settings: Any) -> None:
-        self._on_steps_queued = on_steps_queued
+    def __init__(
+        self,
+        members: Sequence[SeedClients],
+        on_steps_queued: Callable[[], None],
+        turn: threading.Lock,
+        **settings: Any,
+    ) -> None:
+        self._on_steps_queued, self._turn = on_steps_queued, turn
         self._numbers = {member: number for number, member in enumerate(members)}
         self._owners = {self._label(m, silo.name): (m, silo.name) for m in members for silo in m.silos}
         silos = [replace(silo, name=self._label(m, silo.name)) for m in members for silo in m.silos]
@@ -256,6 +315,11 @@ class SeedStackEngine(StackedEngine):
         num_steps = super()._train_stack(method, buffers, broadcast)
         self._on_steps_queued()
         return num_steps
+
+    @contextmanager
+    def _fork_rng(self) -> Iterator[None]:
+        with self._turn, super()._fork_rng():  # torch's generators are those of all stacks
+            yield
 
     def _get_initial_tensors(self, name: str) -> Tensors:
         return self._owners[name][0].initial_tensors

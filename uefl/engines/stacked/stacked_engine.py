@@ -59,7 +59,7 @@ from uefl.engines.stacked.client_stack import (
     unstack_tensors,
 )
 from uefl.engines.stacked.compiler import Compiler
-from uefl.engines.stacked.device_buffers import DeviceBuffers
+from uefl.engines.stacked.device_buffers import CAPTURE_LOCK, DeviceBuffers
 from uefl.engines.stacked.device_data import PUBLIC, DeviceData
 from uefl.engines.stacked.silo_mapper import SiloMapper
 from uefl.engines.stacked.stack_size import batch_length, compute_stack_size, count_activations
@@ -86,7 +86,11 @@ class StackedEngine(SerialEngine):
         self._is_lazy = any(is_lazy(silo.train.x) for silo in self.silos.values())
         # A captured graph reads from one place, but the examples of lazy silos are loaded anew for every stack.
         self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda" and not self._is_lazy
-        self._load_stack([*self.silos][:1] if self._is_lazy else [*self.silos])
+        try:
+            self._load_stack([*self.silos][:1] if self._is_lazy else [*self.silos])
+        except torch.OutOfMemoryError:
+            hint = "use fewer images per silo" if self._is_lazy else "use lazy=true, or fewer images per silo"
+            raise InputError(f"the silos' images do not fit into the memory of {self.device}; {hint}") from None
         self._mapper = SiloMapper(self.net, self.public.x, self.matmul_precision)
         self._trainable_names = self._mapper.trainable_names
         x = next(iter(self.silos.values())).test.x
@@ -129,7 +133,8 @@ class StackedEngine(SerialEngine):
         self._buffers.clear()
         if self._compiler:
             self._compiler.release()
-        gc.collect()  # buffers and the graphs captured on them refer to each other
+        with CAPTURE_LOCK:
+            gc.collect()  # buffers and the graphs captured on them refer to each other
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -225,17 +230,19 @@ class StackedEngine(SerialEngine):
         """Run all participants, stack by stack; a stack that does not fit into memory is split."""
         done: set[str] = set()
         while True:
+            stack: ClientStack | None = None
             too_large = 0
-            for stack in self._make_stacks(method, broadcasts, done, with_gradients=with_gradients):
-                try:
+            try:
+                for stack in self._make_stacks(method, broadcasts, done, with_gradients=with_gradients):
                     if self._is_lazy:
                         self._load_stack(stack.silo_names)
                     replies = run_stack(stack)
-                except torch.OutOfMemoryError:
-                    too_large = len(stack.silo_names)
-                    break
-                done.update(stack.silo_names)
-                yield from replies
+                    done.update(stack.silo_names)
+                    yield from replies
+            except torch.OutOfMemoryError:  # of a step, or of the stack itself
+                num_left = sum(name not in done for broadcast in broadcasts for name in broadcast.participants)
+                limit = self._choose_stack_size(method, with_gradients=with_gradients)
+                too_large = len(stack.silo_names) if stack else min(num_left, limit)
             if not too_large:
                 return
             del stack  # frees its memory, as leaving the handler above freed that of the failed step
@@ -274,16 +281,16 @@ class StackedEngine(SerialEngine):
         by_shape: dict[Any, list[ReceivedClient]] = {}
         for client in sorted(clients, key=lambda client: (-len(self.silos[client.name].train.y), client.name)):
             by_shape.setdefault(client.shapes(), []).append(client)
-        max_size = self._choose_stack_size(
-            method.local.batch_size if with_gradients else method.local.eval_batch_size, with_gradients=with_gradients
-        )
+        max_size = self._choose_stack_size(method, with_gradients=with_gradients)
         for group in by_shape.values():
             num_stacks = -(-len(group) // max_size)
             size = -(-len(group) // num_stacks)  # as few stacks as possible, of about equal size
             for start in range(0, len(group), size):
                 yield stack_clients(group[start : start + size], one_server=len(broadcasts) == 1)
 
-    def _choose_stack_size(self, batch_size: int, *, with_gradients: bool) -> int:
+    def _choose_stack_size(self, method: Method, *, with_gradients: bool, batch_size: int = 0) -> int:
+        """Return how many silos fit at a time, with batches of the method's size or of another one."""
+        batch_size = batch_size or (method.local.batch_size if with_gradients else method.local.eval_batch_size)
         return self.max_stack_size or compute_stack_size(
             self._activations, batch_size, self.device.type, with_gradients=with_gradients
         )
@@ -512,7 +519,7 @@ class StackedEngine(SerialEngine):
                     rows_by_length.setdefault(batch_length(slices, position), []).append(row)
                 rows_by_length.pop(0, None)
                 for length, all_rows in rows_by_length.items():
-                    size = self._choose_stack_size(length, with_gradients=False)
+                    size = self._choose_stack_size(method, with_gradients=False, batch_size=length)
                     for rows in (all_rows[k : k + size] for k in range(0, len(all_rows), size)):
                         selected = stack.select(to_slice(rows))
                         purpose = addresses.TASKS.get(task, task)
