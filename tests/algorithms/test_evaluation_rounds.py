@@ -65,6 +65,19 @@ def test_a_round_of_few_clients_queries_no_other_silo_unless_it_is_evaluated():
     assert list_evaluated(records) == [4, 6]
 
 
+def test_the_last_rounds_are_evaluated_in_any_case():
+    method = make_method("uefl", rounds=5, extra_rounds=4, iterations=2, codebook=True, evaluate_every=100)
+    for evaluate_last, expected in ((1, [1, 5, 9]), (3, [1, 5, 7, 8, 9]), (100, [*range(1, 10)])):
+        changed = replace(method, evaluate_last=evaluate_last)
+        _, records = run_rounds(changed, make_clients(changed))
+        assert list_evaluated(records) == expected
+    summary = summarize_records(records, DOMAINS)
+    few = replace(method, evaluate_last=5)
+    assert (
+        summarize_records(run_rounds(few, make_clients(few))[1], DOMAINS)["mean of last 5"] == summary["mean of last 5"]
+    )
+
+
 def test_summaries_use_the_evaluated_rounds():
     method = make_method("fedavg", rounds=7, iterations=1, evaluate_every=3)
     _, records = run_rounds(method, make_clients(method))

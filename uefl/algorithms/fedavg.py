@@ -84,6 +84,9 @@ class FedAvg:
     evaluate_every: int = setting(
         1, "Rounds between evaluations; decisions and the last round are always evaluated.", at_least=1
     )
+    evaluate_last: int = setting(
+        1, "Rounds at the end that are evaluated in any case; 5: those of the summary's mean.", at_least=1
+    )
     eval_clients: int = setting(
         0,
         "Silos that measure the model of an evaluated round, the last one included, drawn anew each time; silos "
@@ -183,7 +186,8 @@ class FedAvg:
         participants = self.select_participants(clients, server)
         # All silos train and measure: the replies to the training message bring the measurements.
         measure_in_training = participants == server.silo_names == self.select_evaluated(clients, server)
-        is_evaluated = server.round % self.evaluate_every == 0
+        is_last = server.round > self.total_rounds - self.evaluate_last
+        is_evaluated = is_last or server.round % self.evaluate_every == 0
         if server.open_record and not is_evaluated:
             server = self.complete_open_record(server, {})
         elif server.open_record and not measure_in_training:
