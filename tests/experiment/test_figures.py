@@ -10,6 +10,7 @@ from harness import make_clients, make_method, run_rounds
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from uefl.core.metrics import RISK_COVERAGES
 from uefl.experiment import figures
 from uefl.experiment.figures import draw_curves, plot_curves, plot_silos
 
@@ -32,7 +33,7 @@ def test_bars_decision_and_reliability_are_those_of_the_records(drawn: list[Figu
     runs = {"fedavg": run_records("fedavg"), "uefl": run_records("uefl", codebook=True)}
     plot_silos(runs, tmp_path / "silos.png")
     assert (tmp_path / "silos.png").read_bytes().startswith(b"\x89PNG")
-    bars, decision, reliability = drawn[0].axes
+    bars, decision, reliability, risk = drawn[0].axes
     silos = ("ada", "bob", "cyd", "dan")
     accuracy = [records[-1]["silos"][silo]["accuracy"] for records in runs.values() for silo in silos]
     assert [bar.get_height() for bar in bars.patches] == pytest.approx(accuracy)
@@ -42,6 +43,11 @@ def test_bars_decision_and_reliability_are_those_of_the_records(drawn: list[Figu
     centers = [line.get_ydata()[0] for line in decision.lines if line.get_marker() in ("o", "D")]
     assert centers == pytest.approx([last["silos"][silo]["validation"]["entropy"] for silo in silos])
     assert [line.get_label() for line in reliability.lines[:2]] == ["fedavg", "uefl"]
+    pooled = [records[-1]["all_silos"] for records in runs.values()]
+    assert [line.get_ydata().tolist() for line in risk.lines] == [
+        [metrics[f"risk_at_{percent}"] for percent in RISK_COVERAGES] for metrics in pooled
+    ]
+    assert [line.get_xdata().tolist() for line in risk.lines] == [[*RISK_COVERAGES]] * 2
     assert bars.get_xlim() == decision.get_xlim(), "a silo stands at the same place in both"
     uncertain = [line.get_marker() == "D" for line in decision.lines if line.get_marker() in ("o", "D")]
     assert uncertain == [last["silos"][silo]["is_uncertain"] for silo in silos]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, call_cli
 from rich.console import Console
 
+from uefl.core.metrics import RISK_COVERAGES
 from uefl.experiment.repeats import Comparison, compare_repeats, merge_repeats
 from uefl.experiment.repeats_table import format_repeats_table, make_repeats_table
 from uefl.experiment.run_folder import RunFolder
@@ -84,12 +86,14 @@ def test_the_markdown_table_has_means_deviations_and_differences() -> None:
     assert format_repeats_table(single, "uefl").splitlines()[2] == "| fedavg | 0.700 | 0.500 | – |"
 
 
-def test_the_picture_of_repeats_has_mean_accuracies_and_all_test_examples() -> None:
-    repeats = [
-        [{"round": 1}, {"round": 2, "silos": {"ada": {"accuracy": a, "x": 1}}, "reliability": [[n, 0], [n, 0], [1, 0]]}]
-        for a, n in ((0.5, 10), (0.7, 30))
-    ]
-    merged = merge_repeats(repeats)
+def test_the_picture_of_repeats_has_means_and_all_test_examples() -> None:
+    def make_last(accuracy: float, n: int) -> dict[str, Any]:
+        risks = {f"risk_at_{percent}": accuracy / 10 for percent in RISK_COVERAGES}
+        silos = {"ada": {"accuracy": accuracy, "x": 1}}
+        return {"round": 2, "silos": silos, "all_silos": risks, "reliability": [[n, 0], [n, 0], [1, 0]]}
+
+    merged = merge_repeats([[{"round": 1}, make_last(0.5, 10)], [{"round": 1}, make_last(0.7, 30)]])
+    assert merged[1]["all_silos"] == pytest.approx({f"risk_at_{percent}": 0.06 for percent in RISK_COVERAGES})
     assert merged[0] == {"round": 1}
     assert merged[1]["silos"] == {"ada": {"accuracy": pytest.approx(0.6), "x": 1}}
     assert merged[1]["reliability"] == [[40, 0], [40, 0], [2, 0]]

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from numpy.typing import NDArray
 
-from uefl.core.metrics import mean_metric, select_table_metrics
+from uefl.core.metrics import RISK_COVERAGES, mean_metric, select_table_metrics
 from uefl.experiment.files import write_bytes
 from uefl.experiment.records import Record, count_new_codewords, is_evaluated
 
@@ -80,11 +80,11 @@ def _make_curve_canvas() -> FigureCanvasAgg:
 
 
 def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path, title: str = "") -> None:
-    """Plot every silo's accuracy, the last decision on new codewords, and how reliable probabilities are."""
-    figure = Figure(figsize=(16, 4.5))
-    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.28, top=0.85 if title else 0.91, wspace=0.18)
+    """Plot every silo's accuracy, the last decision on codewords, reliability, and the risk–coverage curve."""
+    figure = Figure(figsize=(21, 4.5))
+    figure.subplots_adjust(left=0.04, right=0.99, bottom=0.28, top=0.85 if title else 0.91, wspace=0.18)
     figure.suptitle(title, fontsize=11)
-    bars, decision, reliability = figure.subplots(1, 3)
+    bars, decision, reliability, risk = figure.subplots(1, 4)
     silo_names = sorted({silo for records in runs.values() for silo in records[-1]["silos"]})
     for i, (name, records) in enumerate(runs.items()):
         shift = (i - (len(runs) - 1) / 2) * 0.8 / len(runs)
@@ -92,6 +92,7 @@ def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path, title: str = ""
         bars.bar([k + shift for k in range(len(silo_names))], accuracy, 0.8 / len(runs), label=name, color=f"C{i}")
         _plot_decision(decision, name, records, silo_names, shift, f"C{i}")
         _plot_reliability(reliability, name, records[-1].get("reliability", []), f"C{i}")
+        _plot_risks(risk, name, records[-1].get("all_silos", {}), f"C{i}")
     for axes in (bars, decision):
         axes.set_xticks(range(len(silo_names)), silo_names, rotation=40, ha="right", fontsize=8)
         axes.set_xlim(-0.6, len(silo_names) - 0.4)
@@ -102,6 +103,8 @@ def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path, title: str = ""
     reliability.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
     reliability.set_title("reliability: above the dotted line is too cautious", fontsize=10)
     reliability.set(xlabel="confidence", ylabel="share of correct predictions")
+    risk.set_title("risk–coverage: error rate of the most certain (lower is better)", fontsize=10)
+    risk.set(xlabel="accepted predictions, %", ylabel="error rate", ylim=(0, None))
     if not decision.has_data():
         decision.text(0.5, 0.5, "no method decided on codewords", ha="center", transform=decision.transAxes)
     for axes in figure.axes:
@@ -131,6 +134,12 @@ def _plot_decision(
 def _plot_reliability(axes: Axes, name: str, sums: Sequence[Sequence[float]], color: str) -> None:
     """Plot the share of correct predictions over their confidence, for bins with enough examples."""
     points = [(c / n, r / n) for n, c, r in zip(*sums, strict=True) if n >= MIN_BIN_EXAMPLES]
+    axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=name, color=color)
+
+
+def _plot_risks(axes: Axes, name: str, metrics: Record, color: str) -> None:
+    """Plot the error rate of the most certain predictions over the share of them that is accepted."""
+    points = [(percent, metrics[f"risk_at_{percent}"]) for percent in RISK_COVERAGES if f"risk_at_{percent}" in metrics]
     axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=name, color=color)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from uefl.core.metrics import mean_metric
+from uefl.core.metrics import RISK_COVERAGES, mean_metric
 from uefl.experiment.comparison import create_comparison_folder
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
@@ -122,17 +122,22 @@ def _draw_silos(comparison: Comparison, folders: Mapping[tuple[str, str], Path],
         for name in comparison.arguments
     }
     parts = (
-        f"accuracy and reliability of {len(comparison.repeats)} {comparison.unit}, decision of {comparison.repeats[0]}"
+        f"accuracy, reliability and risk of {len(comparison.repeats)} {comparison.unit}, decision of "
+        f"{comparison.repeats[0]}"
     )
     plot_silos(runs, figure, title=f"{comparison.title} ({parts})")
 
 
 def merge_repeats(repeats: Sequence[Sequence[Record]]) -> list[Record]:
-    """Return the records of the first repeat; the last one has mean accuracies and the reliability of all repeats."""
+    """Return the records of the first repeat; the last one has means, and the reliability, of all repeats."""
     last = [records[-1] for records in repeats]
     silos = {
         name: {**silo, "accuracy": mean_metric([record["silos"][name] for record in last], "accuracy")}
         for name, silo in last[0]["silos"].items()
     }
+    risks = {
+        name: mean_metric([record["all_silos"] for record in last], name)
+        for name in (f"risk_at_{p}" for p in RISK_COVERAGES)
+    }
     sums = [[sum(bins) for bins in zip(*rows)] for rows in zip(*(record["reliability"] for record in last))]
-    return [*repeats[0][:-1], {**last[0], "silos": silos, "reliability": sums}]
+    return [*repeats[0][:-1], {**last[0], "silos": silos, "all_silos": risks, "reliability": sums}]
