@@ -107,7 +107,8 @@ def test_the_labels_are_explained_under_the_table(tmp_path):
     text = capture(lambda console: print_runs({"fedavg": fedavg, "uefl": uefl}, console))
     assert text.rstrip().endswith(f"{LEGEND}; mP: mean perplexity of codeword use")
     assert (
-        "uefl: after round 3, 1 silo is more uncertain than the others: ada; 1 silo receives 8 new codewords\n" in text
+        "uefl: after round 3, 1 silo is more uncertain "
+        "than the least uncertain one: ada; 1 silo receives 8 new codewords\n" in text
     )
     text = capture(lambda console: print_results({"fedavg": fedavg}, tmp_path, console))
     assert f"{LEGEND}\nrun folder: {fedavg}\nfigure:     {fedavg / 'figure.png'}\n" in text
@@ -152,7 +153,8 @@ def test_a_decision_of_an_untrained_model_says_so():
             display.on_event("uefl", {"kind": "round", "record": {**record, "silos": {"ada": silo, "bob": silo}}})
 
     settled = (
-        "uefl: after round 2, no silo is more uncertain than the others beyond chance (permutation test, level 0.05); "
+        "uefl: after round 2, no silo is more uncertain "
+        "than the least uncertain one beyond chance (permutation test, level 0.05); "
         "no silo receives new codewords (extend=uncertain): the codebook is final\n"
     )
     untrained = settled.replace(
@@ -306,7 +308,8 @@ SILOS = {"a": {"entropy": 0.412}, "b": {"entropy": 0.5}, "c": {"entropy": 0.3}}
             ["a", "b"],
             {"a": 8, "b": 8},
             {**PERMUTATION, "silos": SILOS},
-            "2 of 3 silos are more uncertain than the others (permutation test, level 0.05): a (entropy 0.41, "
+            "2 of 3 silos are more uncertain "
+            "than the least uncertain one (permutation test, level 0.05): a (entropy 0.41, "
             "threshold 0.33), b (entropy 0.50, threshold 0.33); 2 silos receive 8 new codewords each "
             "(extend=uncertain)",
         ),
@@ -314,24 +317,32 @@ SILOS = {"a": {"entropy": 0.412}, "b": {"entropy": 0.5}, "c": {"entropy": 0.3}}
             ["b"],
             {"a": 8, "b": 6},
             {**PERMUTATION, "silos": SILOS, "test": "standard_errors", "min_standard_errors": 2.0, "extend": "all"},
-            "1 of 3 silos is more uncertain than the others (by 2 standard errors): b (entropy 0.50, threshold 0.33); "
+            "1 of 3 silos is more uncertain "
+            "than the least uncertain one (by 2 standard errors): b (entropy 0.50, threshold 0.33); "
             "2 silos receive 6 or 8 new codewords each (extend=all)",
         ),
         (
             [],
             {"c": 8},
             {**PERMUTATION, "silos": SILOS},
-            "no silo is more uncertain than the others beyond chance (permutation test, level 0.05); 1 silo receives 8 "
+            "no silo is more uncertain "
+            "than the least uncertain one beyond chance (permutation test, level 0.05); 1 silo receives 8 "
             "new codewords (extend=uncertain)",
         ),
         (
             [],
             {},
             {"test": "none", "extend": "uncertain", "silos": SILOS, "is_codebook_final": True},
-            "no silo is more uncertain than the others (threshold without a test); no silo receives new codewords "
+            "no silo is more uncertain "
+            "than the least uncertain one (threshold without a test); no silo receives new codewords "
             "(extend=uncertain): the codebook is final",
         ),
-        (["a"], {}, {}, "1 silo is more uncertain than the others: a; no silo receives new codewords"),  # an older run
+        (
+            ["a"],
+            {},
+            {},
+            "1 silo is more uncertain than the least uncertain one: a; no silo receives new codewords",
+        ),  # an older run
     ],
 )
 def test_a_decision_is_described_in_one_sentence(silos, new_codewords, decision, sentence):
@@ -400,7 +411,7 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
         "uefl: round 2/4 trained in 6 s; its metrics follow with the next round",
         "uefl: an unknown node was rejected",
         "uefl: after round 2, an initial codebook of 16 codewords",
-        "uefl: after round 2, 2 silos are more uncertain than the others: ada, bob; "
+        "uefl: after round 2, 2 silos are more uncertain than the least uncertain one: ada, bob; "
         "2 silos receive 8 new codewords each",
         "uefl: round 2, reply of bob rejected: not finite",
         "uefl: already finished (engine serial), in runs/a",

@@ -103,7 +103,8 @@ def test_uncertain_silos_are_named_with_their_entropy_and_the_threshold() -> Non
     ]
     records = make_records({"fedavg": [0.5, 0.5], "uefl": [0.5, 0.5]}, decisions=decisions)
     assert describe_uncertain_silos(records, "uefl", "seeds") == (
-        "uefl found silos more uncertain than the others beyond chance: east in 2 of 2 seeds (entropy e_k 0.60), south "
+        "uefl found silos more uncertain "
+        "than the least uncertain one beyond chance: east in 2 of 2 seeds (entropy e_k 0.60), south "
         "in 1 of 2 seeds (entropy e_k 0.40); threshold 0.25."
     )
 
@@ -112,7 +113,8 @@ def test_a_threshold_without_a_test_does_not_speak_of_chance() -> None:
     decision = make_decision("east", test="none", east=0.5, west=0.2)
     sentence = describe_uncertain_silos(make_records({"uefl": [0.5]}, decisions=[decision]), "uefl", "seeds")
     assert sentence == (
-        "uefl found silos more uncertain than the others: east in 1 of 1 seeds (entropy e_k 0.50); threshold 0.25."
+        "uefl found silos more uncertain "
+        "than the least uncertain one: east in 1 of 1 seeds (entropy e_k 0.50); threshold 0.25."
     )
 
 
@@ -120,7 +122,8 @@ def test_where_no_silo_is_uncertain_the_highest_entropy_is_given() -> None:
     decisions = [make_decision(east=0.3, west=0.1), make_decision(east=0.2, west=0.1)]
     records = make_records({"uefl": [0.5, 0.5]}, decisions=decisions)
     assert describe_uncertain_silos(records, "uefl", "folds") == (
-        "uefl found no silo more uncertain than the others beyond chance in 2 folds (highest: east, entropy "
+        "uefl found no silo more uncertain "
+        "than the least uncertain one beyond chance in 2 folds (highest: east, entropy "
         "e_k 0.25; threshold 0.25)."
     )
     without = describe_uncertain_silos(make_records({"uefl": [0.5]}), "uefl", "folds")

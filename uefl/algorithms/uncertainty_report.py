@@ -1,4 +1,4 @@
-"""Report the silos that are more uncertain than the others, independent of which silos get codewords.
+"""Report the silos that are more uncertain than the least uncertain one, independent of which silos get codewords.
 
 The permutation test compares silos with the shared codewords alone: with codewords of its own, a silo whose data differ
 would have a low entropy. A reported silo must exceed the threshold γ too.

@@ -370,13 +370,13 @@ def _describe_uncertain_silos(step: Mapping[str, Any]) -> str:
     test_text = f" ({tests[test]})" if test in tests else ""
     if not names:
         chance = " beyond chance" if test == "permutation" else ""
-        return f"no silo is more uncertain than the others{chance}{test_text}"
+        return f"no silo is more uncertain than the least uncertain one{chance}{test_text}"
     silos = decision.get("silos", {})
     of_all = f" of {len(silos)}" if silos else ""
     verb = "silo is" if len(names) == 1 and not of_all else "silos is" if len(names) == 1 else "silos are"
     values = {n: f" (entropy {silos[n]['entropy']:.2f}, threshold {decision['threshold']:.2f})" for n in names if silos}
     listed = ", ".join(f"{name}{values.get(name, '')}" for name in names)
-    return f"{len(names)}{of_all} {verb} more uncertain than the others{test_text}: {listed}"
+    return f"{len(names)}{of_all} {verb} more uncertain than the least uncertain one{test_text}: {listed}"
 
 
 def _describe_receivers(step: Mapping[str, Any]) -> str:

@@ -84,7 +84,8 @@ def describe_uncertain_silos(records: Sequence[Record], method: str, unit: str) 
     if not found:
         highest = max(entropy, key=lambda silo: entropy[silo])
         return (
-            f"{method} found no silo more uncertain than the others{beyond} in {len(decisions)} {unit} (highest: "
+            f"{method} found no silo more uncertain "
+            f"than the least uncertain one{beyond} in {len(decisions)} {unit} (highest: "
             f"{highest}, entropy e_k {entropy[highest]:.2f}; threshold {threshold:.2f})."
         )
     counts = {silo: found.count(silo) for silo in sorted(set(found), key=lambda silo: (-found.count(silo), silo))}
@@ -92,7 +93,8 @@ def describe_uncertain_silos(records: Sequence[Record], method: str, unit: str) 
         f"{silo} in {count} of {len(decisions)} {unit} (entropy e_k {entropy[silo]:.2f})"
         for silo, count in counts.items()
     )
-    return f"{method} found silos more uncertain than the others{beyond}: {listed}; threshold {threshold:.2f}."
+    finding = f"{method} found silos more uncertain than the least uncertain one{beyond}"
+    return f"{finding}: {listed}; threshold {threshold:.2f}."
 
 
 def get_values(records: Sequence[Record], name: str, key: str) -> list[float]:
