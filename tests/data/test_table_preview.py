@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from uefl.data.defaults import get_default_config
-from uefl.data.table_preview import draw_table_silos, make_column_table, make_silo_table
+from uefl.data.table_preview import draw_table_silos, make_column_tables, make_silo_table
 
 
 def test_heart_is_shown_with_label_mix_missing_share_and_ranges(tmp_path: Path) -> None:
@@ -16,7 +16,8 @@ def test_heart_is_shown_with_label_mix_missing_share_and_ranges(tmp_path: Path) 
     silos = config.make_silos(images, 0)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(make_silo_table(silos, images))
-    console.print(make_column_table(silos, images))
+    (columns,) = make_column_tables(silos, images)
+    console.print(columns)
     text = console.export_text()
     (silo_row,) = [line for line in text.splitlines() if "Switzerland" in line and "positive" in line]
     x = torch.cat([images.x[images.silo_ids == k] for k in (images.silos.index("Switzerland"),)])
@@ -30,3 +31,17 @@ def test_heart_is_shown_with_label_mix_missing_share_and_ranges(tmp_path: Path) 
     path = draw_table_silos(silos, images, tmp_path / "silos.png")
     assert path.stat().st_size > 1000
     assert draw_table_silos(silos, images, path).name == "silos-2.png"
+
+
+def test_many_silos_are_shown_in_several_tables_that_fit_80_characters() -> None:
+    config = get_default_config("heart")
+    images = config.read_images()
+    silos = [silo for _ in range(4) for silo in config.make_silos(images, 0)][:14]
+    tables = make_column_tables(silos, images)
+    assert [len(table.columns) for table in tables] == [6, 6, 6]
+    assert [table.caption for table in tables] == [None, None, "the first 12 of 14 silos"]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(*tables)
+    text = console.export_text()
+    assert text.count("28 to 77") == 3, "the age in Cleveland is shown whole"
+    assert max(map(len, text.splitlines())) <= 80

@@ -64,7 +64,7 @@ def show(
     from uefl.data.defaults import get_default_config
     from uefl.data.preview import draw_silos, make_count_table
     from uefl.data.quality import collect_warnings
-    from uefl.data.table_preview import draw_table_silos, make_column_table, make_silo_table
+    from uefl.data.table_preview import draw_table_silos, make_column_tables, make_silo_table
     from uefl.experiment.settings import find_assigned_paths, override_settings
 
     torch.set_num_threads(1)
@@ -76,7 +76,8 @@ def show(
     if images.table:
         silos = config.make_silos(images, seed)  # with the cells of the table instead of features
         console.print(make_silo_table(silos, images))
-        console.print(make_column_table(silos, images))
+        for table in make_column_tables(silos, images):
+            console.print(table)
         figure = draw_table_silos(silos, images, path)
     else:
         console.print(make_count_table(silos, images))

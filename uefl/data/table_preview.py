@@ -14,7 +14,8 @@ from uefl.data.images import Images
 from uefl.data.preview import check_figure_format, count_examples, name_parts, save_new_file
 from uefl.data.table_format import Column
 
-_MAX_SILOS = 12  # columns of a table; the others are only counted
+_MAX_SILOS = 12  # columns of tables; the others are only counted
+_SILOS_PER_TABLE = 4  # of which each fits 80 characters
 _MAX_LABELS = 4  # classes in a label mix
 
 
@@ -34,17 +35,23 @@ def make_silo_table(silos: Sequence[Silo], images: Images) -> Table:
     return table
 
 
-def make_column_table(silos: Sequence[Silo], images: Images) -> Table:
-    """Return a table with one row per column and one column per silo: the range, and the share that is missing."""
+def make_column_tables(silos: Sequence[Silo], images: Images) -> list[Table]:
+    """Return tables with one row per column and one column per silo: the range, and the share that is missing."""
     assert images.table is not None
-    omitted = f"the first {_MAX_SILOS} of {len(silos)} silos" if len(silos) > _MAX_SILOS else None
-    table = Table(title="Range or most frequent value of each column (share of missing values)", caption=omitted)
-    for heading in ("column", "kind", *(silo.name for silo in silos[:_MAX_SILOS])):
-        table.add_column(heading)
-    cells = [_join_splits(silo)[0] for silo in silos[:_MAX_SILOS]]
-    for i, column in enumerate(images.table.columns):
-        table.add_row(column.name, column.kind, *(_describe_values(column, x[:, i]) for x in cells))
-    return table
+    shown = silos[:_MAX_SILOS]
+    cells = [_join_splits(silo)[0] for silo in shown]
+    tables = []
+    for start in range(0, len(shown), _SILOS_PER_TABLE):
+        own = slice(start, start + _SILOS_PER_TABLE)
+        table = Table(title="Range or most frequent value of each column (share of missing values)")
+        for heading in ("column", "kind", *(silo.name for silo in shown[own])):
+            table.add_column(heading)
+        for i, column in enumerate(images.table.columns):
+            table.add_row(column.name, column.kind, *(_describe_values(column, x[:, i]) for x in cells[own]))
+        tables.append(table)
+    if len(silos) > _MAX_SILOS:
+        tables[-1].caption = f"the first {_MAX_SILOS} of {len(silos)} silos"
+    return tables
 
 
 def draw_table_silos(silos: Sequence[Silo], images: Images, path: Path) -> Path:
