@@ -30,6 +30,15 @@ def test_owners_are_counted_once_and_not_by_their_points():
     assert len(merge_small_clusters(points, two, owners, 2).centroids) == 1
 
 
+def test_owners_that_merged_clusters_share_are_counted_once():
+    """Points of the examples 0 and 1 near 0, of 1 and 2 near 10 (three examples together), of four others near 100."""
+    points = torch.tensor([[0.0], [0.0], [10.0], [10.0], [100.0], [100.0], [100.0], [100.0]])
+    owners = torch.tensor([0, 1, 1, 2, 3, 4, 5, 6])
+    three = make_clusters([[0.0], [10.0], [100.0]])
+    assert len(merge_small_clusters(points, three, owners, 3).centroids) == 2
+    assert len(merge_small_clusters(points, three, owners, 4).centroids) == 1
+
+
 def test_last_cluster_stays_although_it_has_too_few_owners():
     points = torch.arange(6.0)[:, None]
     merged = merge_small_clusters(points, make_clusters([[1.0], [4.0]]), torch.arange(6), 50)
