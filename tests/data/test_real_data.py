@@ -29,15 +29,13 @@ def name(request):
     return request.param
 
 
-def test_first_read_takes_seconds_and_cached_read_under_one(name, capsys):
+def test_a_cached_read_has_the_images_of_the_first(name, capsys):
     decoded, first_seconds = time_read(name)
     cached, second_seconds = time_read(name)
     line = f"{name}: {tuple(decoded.x.shape)}, first {first_seconds:.2f} s, cached {second_seconds:.2f} s"
     with capsys.disabled():
         print(f"\n{line}, {decoded.warnings}")  # noqa: T201
     assert torch.equal(decoded.x, cached.x)
-    assert first_seconds < 10
-    assert second_seconds < 1
     assert decoded.num_skipped == 0
 
 
