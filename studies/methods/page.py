@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from studies.methods.runner import RunRecord, StudyRun, list_lr_search, select_lr
+from studies.methods.runner import QUALITY_METRICS, RunRecord, StudyRun, list_lr_search, select_lr
 from studies.methods.setups import FEDAVG, SEEDS, SETUPS, Setup
 from uefl.algorithms import METHODS
 from uefl.experiment.experiment import RESULTS_VERSION
@@ -155,10 +156,12 @@ def render_table(name: str, run_records: Sequence[RunRecord], timings: Sequence[
     """Render the table of a setup."""
     setup = SETUPS[name]
     devices = list(dict.fromkeys(timing["device"] for timing in timings if timing["setup"] == name))
-    head = ["method", "mA, %", "− FedAvg", "mE", "dropout", "up", "down", "stays at the silo"]
+    fedavg_runs = find_runs(name, FEDAVG, run_records)
+    levels = [record[setup.summary_level] for record in fedavg_runs.values()]
+    quality = [label for label in QUALITY_METRICS if levels and all(label in level for level in levels)]
+    head = ["method", "mA, %", "− FedAvg", "mE", *quality, "dropout", "up", "down", "stays at the silo"]
     head += [f"time per round, {device}" for device in devices] + ["paper"]
     rows = [head, ["---"] * len(head)]
-    fedavg_runs = find_runs(name, FEDAVG, run_records)
     for method, variant in setup.methods.items():
         runs, exchange = find_runs(name, method, run_records), _describe_exchange(setup, method)
         costs = {device: _find_timing(name, method, device, timings) for device in devices}
@@ -166,7 +169,7 @@ def render_table(name: str, run_records: Sequence[RunRecord], timings: Sequence[
         rows.append(
             [
                 method,
-                *_format_results(setup, runs, fedavg_runs),
+                *_format_results(setup, runs, fedavg_runs, quality),
                 exchange.dropout,
                 f"{exchange.up}{_format_bytes(runs, 'bytes_up', costs) if exchange.measured else ''}",
                 f"{exchange.down}{_format_bytes(runs, 'bytes_down', costs) if exchange.measured else ''}",
@@ -195,16 +198,20 @@ def _describe_exchange(setup: Setup, method: str) -> Exchange:
     return exchange
 
 
-def _format_results(setup: Setup, runs: Mapping[int, RunRecord], fedavg_runs: Mapping[int, RunRecord]) -> list[str]:
+def _format_results(
+    setup: Setup, runs: Mapping[int, RunRecord], fedavg_runs: Mapping[int, RunRecord], quality: Sequence[str]
+) -> list[str]:
     seeds = find_common_seeds(runs, fedavg_runs)
     if len(seeds) < 2:
-        return [format_incomplete(seeds).strip(), "", ""]
+        return [format_incomplete(seeds).strip(), "", "", *("" for _ in quality)]
     accuracy, entropy = ({s: runs[s][setup.summary_level][m] for s in seeds} for m in ("mA", "mE"))
+    others = [[runs[s][setup.summary_level].get(label, math.nan) for s in seeds] for label in quality]
     gains = [100 * (accuracy[s] - fedavg_runs[s][setup.summary_level]["mA"]) for s in seeds]
     return [
         _format_mean_std([100 * a for a in accuracy.values()], 2) + format_incomplete(seeds),
         "" if runs == fedavg_runs else _format_mean_std(gains, 2, sign=True),
         _format_mean_std(list(entropy.values()), 3),
+        *(_format_mean_std(values, 3) for values in others),
     ]
 
 

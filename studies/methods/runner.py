@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,9 +42,13 @@ ADDED_SETTINGS: Mapping[str, Any] = {
     "method.fine_tuning_epochs": 0,
     "method.group_rounds": 0,
     "method.start": 0,  # of IFCA
-    "method.evaluate_every": 1000,  # the studies use the last round, which is evaluated in either case
+    "method.evaluate_local": False,  # the studies use the averaged model
+    "method.evaluate_every": 1000,  # the studies use the last rounds, which are evaluated in either case
+    "method.evaluate_last": 5,
 }
+QUALITY_METRICS = {"NLL": "nll", "Brier": "brier", "AUGRC": "augrc"}  # by label; the first records lack them
 SILO_METRICS = ("domain", "accuracy", "entropy", "nll", "nll_scaled", "temperature", "brier", "ece", "augrc")
+LR_SEARCH_COST = 100.0  # added to their relative cost, so that they start before all other runs
 EARLIER_EXTEND_VALUES = {"uncertain": True, "none": False}  # of method.codebook.extend
 
 
@@ -120,9 +124,15 @@ def identify_run(experiment: Experiment) -> RunRecord:
 
 
 def list_lr_search(setup_names: Sequence[str]) -> list[StudyRun]:
-    """List the runs of FedAvg that select the learning rate."""
+    """List the runs of FedAvg that select the learning rate, with the costs of the longest run that waits for them."""
     return [
-        StudyRun(name, FEDAVG, 0, SETUPS[name].make_experiment(FEDAVG, lr, 0))
+        StudyRun(
+            name,
+            FEDAVG,
+            0,
+            SETUPS[name].make_experiment(FEDAVG, lr, 0),
+            LR_SEARCH_COST + max(row.relative_cost for row in SETUPS[name].methods.values()),
+        )
         for name in setup_names
         for lr in SETUPS[name].learning_rates
     ]
@@ -158,14 +168,18 @@ def run_study(
     path: Path,
     report: Callable[[str], None],
 ) -> int:
-    """Search the missing learning rates, then run everything; return the number of runs that failed or are left."""
-    num_left = run_parallel(list_lr_search(setup_names), resources, path, report)
-    run_records = records.read_records(path)
-    learning_rates = {name: select_lr(name, run_records) for name in setup_names}
-    report("learning rates: " + ", ".join(f"{name} {lr:g}" for name, lr in learning_rates.items() if lr))
-    runs = [run_ for name, lr in learning_rates.items() if lr for run_ in list_runs(name, lr, methods, seeds)]
-    runs.sort(key=lambda run_: -run_.relative_cost)  # long runs first, so that no process waits for one at the end
-    return num_left + run_parallel(runs, resources, path, report)
+    """Search the missing learning rates and run every setup that has one; return the number of runs failed or left."""
+    waiting = list(setup_names)
+
+    def list_setups_with_lr() -> list[StudyRun]:
+        run_records = records.read_records(path)
+        chosen = {name: lr for name in waiting if (lr := select_lr(name, run_records))}
+        waiting[:] = [name for name in waiting if name not in chosen]
+        for name, lr in chosen.items():
+            report(f"learning rate of {name}: {lr:g}")
+        return [run_ for name, lr in chosen.items() for run_ in list_runs(name, lr, methods, seeds)]
+
+    return run_parallel(list_lr_search(setup_names), resources, path, report, find_next=list_setups_with_lr)
 
 
 def run_tiny_study(
@@ -186,49 +200,99 @@ def run_tiny_study(
 # --- running ------------------------------------------------------------------------------------------------------
 
 
-def run_parallel(runs: Sequence[StudyRun], resources: StudyResources, path: Path, report: Callable[[str], None]) -> int:
-    """Run what has no record yet, `workers` at a time; return the number of runs that failed or were stopped."""
-    run_records = records.read_records(path)
-    missing = [run_ for run_ in runs if not run_.is_recorded(run_records)]
-    report(f"{len(runs)} runs, {len(runs) - len(missing)} of them done")
-    # Setups may share a run, such as that of FedAvg, and two processes must not write one folder.
-    todo = list({str(run_.experiment): run_ for run_ in reversed(missing)}.values())[::-1]
-    repeated = [run_ for run_ in missing if run_ not in todo]
-    num_left = _run_each(todo, resources, path, report)
-    return num_left + (_run_each(repeated, resources, path, report) if repeated else 0)
+def run_parallel(
+    runs: Sequence[StudyRun],
+    resources: StudyResources,
+    path: Path,
+    report: Callable[[str], None],
+    *,
+    find_next: Callable[[], Sequence[StudyRun]] = tuple,
+) -> int:
+    """Run what has no record yet, `workers` at a time; return the number of runs that failed or were stopped.
 
-
-def _run_each(todo: Sequence[StudyRun], resources: StudyResources, path: Path, report: Callable[[str], None]) -> int:
-    """Run experiments that all differ; return the number of runs that failed or were stopped."""
-    if not todo or time.time() > resources.stop_time:
-        return len(todo)
-    for data in {run_.experiment.data.name: run_.experiment.data for run_ in reversed(todo)}.values():
-        data.load(0)  # decode once, not in every process
-    start, num_left, num_done = time.time(), 0, 0
-    numbered = group_runs({str(i): run_.experiment for i, run_ in enumerate(todo)})
-    groups = [[todo[int(i)] for i in group] for group in numbered]
+    The longest runs start first, so that no process waits for one at the end. `find_next` returns the runs that the
+    records so far make possible; it is asked at the beginning and after every run.
+    """
+    queue, num_left = _RunQueue(path, report), 0
+    queue.add(runs)
+    queue.add(find_next())
+    num_groups = len(queue.groups) if find_next is tuple else os.cpu_count() or 1
+    resources = resources._replace(workers=choose_workers(resources.workers, num_groups, resources.device))
     # Processes are reused: importing torch and initializing a GPU takes as long as some runs.
-    resources = resources._replace(workers=choose_workers(resources.workers, len(groups), resources.device))
-    with ProcessPoolExecutor(min(resources.workers, len(groups)), get_context("spawn"), _limit_threads) as pool:
-        futures = {pool.submit(_execute_runs, group, resources, os.getpid()): group for group in groups}
-        for future in as_completed(futures):
-            group = futures[future]
-            num_done += len(group)
-            try:
-                new_records = future.result()
-            except ResumableError:
-                num_left += len(group)
-                continue
-            except Exception as e:  # one bad run must not stop the others
-                num_left += len(group)
-                report(f"{', '.join(run_.label for run_ in group)}: {type(e).__name__}: {e}")
-                continue
-            records.append_records(path, new_records)
-            for run_, record in zip(group, new_records):
-                score = f"validation NLL {record['validation_nll']:.4f}"  # no test figures while settings are chosen
-                progress = f"[{num_done}/{len(todo)} after {time.time() - start:.0f} s]"
-                report(f"{progress} {run_.label}: {score}, {record['seconds']:.0f} s")
+    with ProcessPoolExecutor(resources.workers, get_context("spawn"), _limit_threads) as pool:
+        futures: dict[Future[list[RunRecord]], list[StudyRun]] = {}
+        while queue.groups or futures:
+            if time.time() > resources.stop_time:
+                num_left += queue.drop_all()
+            while queue.groups and len(futures) < resources.workers:
+                group = queue.groups.pop(0)
+                futures[pool.submit(_execute_runs, group, resources, os.getpid())] = group
+            for future in wait(futures, return_when=FIRST_COMPLETED).done:
+                group = futures.pop(future)
+                try:
+                    queue.store(group, future.result())
+                except ResumableError:
+                    num_left += len(group)
+                except Exception as e:  # one bad run must not stop the others
+                    num_left += len(group)
+                    report(f"{', '.join(run_.label for run_ in group)}: {type(e).__name__}: {e}")
+                queue.release(group)
+                queue.add(find_next())
     return num_left
+
+
+class _RunQueue:
+    """Groups of runs without a record that have not started, the longest first."""
+
+    def __init__(self, path: Path, report: Callable[[str], None]) -> None:
+        self.path, self.report, self.start = path, report, time.time()
+        self.groups: list[list[StudyRun]] = []
+        # Setups may share a run, such as that of FedAvg, and two processes must not write one folder.
+        self._started: set[str] = set()
+        self._shared: list[StudyRun] = []
+        self._num_runs = self._num_done = 0
+
+    def add(self, runs: Sequence[StudyRun]) -> None:
+        """Add the runs that have no record yet."""
+        if not runs:
+            return
+        run_records = records.read_records(self.path)
+        missing = [run_ for run_ in runs if not run_.is_recorded(run_records)]
+        self.report(f"{len(runs)} runs, {len(runs) - len(missing)} of them done")
+        for data in {run_.experiment.data.name: run_.experiment.data for run_ in reversed(missing)}.values():
+            data.load(0)  # decode once, not in every process
+        self._num_runs += len(missing)
+        self._enqueue(missing)
+
+    def _enqueue(self, runs: Sequence[StudyRun]) -> None:
+        todo: list[StudyRun] = []
+        for run_ in runs:
+            (self._shared if str(run_.experiment) in self._started else todo).append(run_)
+            self._started.add(str(run_.experiment))
+        numbered = group_runs({str(i): run_.experiment for i, run_ in enumerate(todo)})
+        self.groups += [[todo[int(i)] for i in group] for group in numbered]
+        self.groups.sort(key=lambda group: -group[0].relative_cost)
+
+    def store(self, group: Sequence[StudyRun], new_records: Sequence[RunRecord]) -> None:
+        """Store the records of runs that have ended."""
+        records.append_records(self.path, new_records)
+        self._num_done += len(group)
+        progress = f"[{self._num_done}/{self._num_runs} after {time.time() - self.start:.0f} s]"
+        for run_, record in zip(group, new_records):
+            score = f"validation NLL {record['validation_nll']:.4f}"  # no test figures while settings are chosen
+            self.report(f"{progress} {run_.label}: {score}, {record['seconds']:.0f} s")
+
+    def release(self, group: Sequence[StudyRun]) -> None:
+        """Let runs of other setups start that share the folder of one of these; they find it finished."""
+        self._started -= {str(run_.experiment) for run_ in group}
+        shared, self._shared = self._shared, []
+        self._enqueue(shared)
+
+    def drop_all(self) -> int:
+        """Drop what has not started and return the number of runs."""
+        num_dropped = sum(map(len, self.groups)) + len(self._shared)
+        self.groups, self._shared = [], []
+        return num_dropped
 
 
 def _limit_threads() -> None:
@@ -265,7 +329,7 @@ def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
         "setup": run_.setup,
         "method": run_.method,
         **identify_run(run_.experiment),
-        **{level: {m.label: summary[level][m.label] for m in TABLE_METRICS} for level in AGGREGATIONS},
+        **{level: _summarize_level(summary[level]) for level in AGGREGATIONS},
         "domains": {d: metrics["accuracy"] for d, metrics in summary[DEFAULT_AGGREGATION]["domains"].items()},
         "validation_accuracy": summary["validation_accuracy"],
         "validation_nll": mean_metric(
@@ -293,6 +357,13 @@ def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
             "zero_error": _describe_zero_error(rounds[zero]) if zero is not None else None,
         }
     return record
+
+
+def _summarize_level(level: Mapping[str, Any]) -> RunRecord:
+    """Return the metrics of a run's table, and the mean of each quality metric over silos."""
+    silos = list(level["silos"].values())
+    quality = {label: mean_metric(silos, name) for label, name in QUALITY_METRICS.items()}
+    return {**{metric.label: level[metric.label] for metric in TABLE_METRICS}, **quality}
 
 
 def _select_metrics(silo: Mapping[str, Any]) -> RunRecord:

@@ -22,6 +22,7 @@ from uefl.experiment.records import DEFAULT_AGGREGATION
 from uefl.models.model_config import ModelConfig
 
 SEEDS = (0, 1, 2)
+LAST_ROUNDS = {"evaluate_local": False, "evaluate_every": 1000, "evaluate_last": 5}  # the tables read nothing else
 FEDAVG = "FedAvg"  # a row of every setup: the baseline of the others, and the learning rate is selected with it
 
 
@@ -76,7 +77,7 @@ def make_leave_one_out_setup(target: int) -> Setup:
         ),
         model=ModelConfig(encoder="group-norm-conv", hidden_size=64, feature_norm="none"),
         local=LocalTraining(optimizer="sgd", momentum=0.9, batch_size=64, epochs=1, eval_batch_size=512),
-        rounds={"rounds": 40, "iterations": 1},
+        rounds={"rounds": 40, "iterations": 1, **LAST_ROUNDS},
         learning_rates=(0.003, 0.01, 0.03),
         methods={
             FEDAVG: Variant(method="fedavg", paper_result=f"{paper[0]} (T2)"),
@@ -92,7 +93,7 @@ HUNDRED_CLIENTS = Setup(  # FedCR's partitioner, network, batch size and clients
     data=get_default_config("fmnist", "dirichlet-fedcr"),
     model=ModelConfig(encoder="lenet-fmnist", hidden_size=256, feature_norm="none"),
     local=LocalTraining(optimizer="sgd", momentum=0.0, batch_size=48, epochs=2, eval_batch_size=512),
-    rounds={"rounds": 60, "iterations": 1, "clients_per_round": 10},
+    rounds={"rounds": 60, "iterations": 1, "clients_per_round": 10, **LAST_ROUNDS},
     learning_rates=(0.02, 0.05, 0.1),
     summary_level="last",  # FedCR's last round trains heads alone, and only that round is comparable
     methods={
@@ -108,7 +109,7 @@ LABEL_SKEW = Setup(  # VHL's partitioner, batch size and optimizer; a small netw
     local=LocalTraining(
         optimizer="sgd", momentum=0.9, weight_decay=1e-4, batch_size=128, epochs=1, eval_batch_size=512
     ),
-    rounds={"rounds": 60, "iterations": 1},
+    rounds={"rounds": 60, "iterations": 1, **LAST_ROUNDS},
     learning_rates=(0.01, 0.03, 0.1),
     methods={
         FEDAVG: Variant(method="fedavg", paper_result="87.45 (T12)"),
@@ -130,12 +131,12 @@ SGD_CODEBOOK = replace(CODEBOOK, codebook_loss_weight=100.0)
 NINE_SILOS: dict[str, Any] = {  # the paper's nine silos, a narrower network
     "data": get_default_config("mnist"),
     "model": ModelConfig(width=16, hidden_size=128),
-    "rounds": {"rounds": 14, "extra_rounds": 8, "iterations": 3, "evaluate_local": False},
+    "rounds": {"rounds": 14, "extra_rounds": 8, "iterations": 3, **LAST_ROUNDS},
 }
 
 NEURAL_COLLAPSE: dict[str, Any] = {
     "method": "fedavg",
-    "method_fields": {"evaluate_train": True},
+    "method_fields": {"evaluate_train": True, "evaluate_every": 1},  # the round with zero training error is reported
     "model": {"dropout": 0.0},
     "local": {"epochs": 8, "schedule": "cosine"},  # a constant learning rate never reached zero training error
 }
@@ -170,7 +171,7 @@ ROTATED = Setup(
         "Neural collapse": Variant(**NEURAL_COLLAPSE, paper_result="95.84 (T10)", relative_cost=4),
         # Enough rounds for all seeds to pass zero training error; the only row with other rounds.
         "Neural collapse, 60 rounds": Variant(
-            **NEURAL_COLLAPSE | {"method_fields": {"evaluate_train": True, "rounds": 44}}, relative_cost=7
+            **NEURAL_COLLAPSE | {"method_fields": {**NEURAL_COLLAPSE["method_fields"], "rounds": 44}}, relative_cost=7
         ),
         "Local-only": Variant(method="local-only"),
         "Centralized": Variant(method="centralized", relative_cost=5),

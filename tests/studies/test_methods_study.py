@@ -20,6 +20,7 @@ from studies.methods.page import (
     render_table,
 )
 from studies.methods.runner import (
+    QUALITY_METRICS,
     StudyResources,
     StudyRun,
     identify_run,
@@ -153,6 +154,18 @@ def test_a_row_with_fewer_than_three_seeds_is_marked_incomplete():
     assert "| 91.00 ± 1.00 | +10.00 ± 0.00 |" in render_table("hundred-clients", run_records, []).splitlines()[3]
 
 
+def test_a_table_has_columns_of_quality_where_its_records_have_them():
+    (run,) = (run for run in list_runs("hundred-clients", 0.05, [], [0]) if run.method == FEDAVG)
+    search = make_lr_search_records("hundred-clients", best=1)
+    plain = [make_record(run._replace(seed=s, experiment=replace(run.experiment, seed=s)), 0.8, 0.9) for s in SEEDS]
+    assert "NLL" not in render_table("hundred-clients", [*search, *plain], [])
+    quality = {"NLL": 0.5, "Brier": 0.3, "AUGRC": 0.1}
+    known = [{**r, "last": {**r["last"], **quality}} for r in [*search, *plain]]
+    head, _, fedavg = render_table("hundred-clients", known, []).splitlines()[:3]
+    assert "| mE | NLL | Brier | AUGRC |" in head
+    assert "| 0.500 ± 0.000 | 0.300 ± 0.000 | 0.100 ± 0.000 |" in fedavg
+
+
 def test_a_page_of_complete_records_has_every_row_and_says_when_training_error_was_zero():
     run_records = [record for name in SETUPS for record in make_lr_search_records(name, best=1)]
     for name, setup in SETUPS.items():
@@ -191,6 +204,7 @@ def test_runs_leave_one_record_each_are_not_run_twice_and_stop_at_the_time_limit
     assert run_parallel(runs, resources, path, messages.append) == 0
     assert sorted(record["seed"] for record in read_records(path)) == [0, 1]
     assert all(record["bytes_up"] > 0 and record["total_rounds"] == 1 for record in read_records(path))
+    assert all(record["last"][label] > 0 for record in read_records(path) for label in QUALITY_METRICS)
     assert run_parallel(runs, resources, path, messages.append) == 0
     assert len(read_records(path)) == 2
 
@@ -216,6 +230,24 @@ def test_two_setups_share_a_run_and_both_have_its_record(tmp_path):
     assert [one.pop("setup"), other.pop("setup")] == ["rotated", "rotated-personal"]
     assert one == {**other, "workers": one["workers"]}
     assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_runs_start_when_records_make_them_possible_and_the_longest_first(tmp_path):
+    experiment, path = make_small_experiment(), tmp_path / "records.jsonl"
+    search = [StudyRun(setup, FEDAVG, 0, experiment) for setup in ("rotated", "rotated-personal")]
+    wide, deep = (replace(experiment, model=replace(experiment.model, **size)) for size in ({"width": 8}, {"depth": 2}))
+    later = [StudyRun("rotated", "short", 0, wide), StudyRun("rotated", "long", 0, deep, relative_cost=5.0)]
+    asked: list[int] = []
+
+    def find_next():
+        asked.append(len(read_records(path)))
+        return later if asked[-1] == len(search) else []
+
+    resources = StudyResources("cpu", "serial", tmp_path / "runs", time.time() + 600, 1)
+    assert run_parallel(search, resources, path, [].append, find_next=find_next) == 0
+    names = [(record["setup"], record["method"]) for record in read_records(path)]
+    assert names == [("rotated", FEDAVG), ("rotated-personal", FEDAVG), ("rotated", "long"), ("rotated", "short")]
+    assert asked == [0, 1, 2, 3, 4]
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
