@@ -87,6 +87,19 @@ def render_columns(benchmark: str, kind: str, columns: Mapping[str, str], head: 
     return f"{describe_run(records[0])}\n\n{render_table([head, *columns.values()], rows)}"
 
 
+def render_seed_stack() -> str:
+    """Render the time of one seed and of ten by method, and their ratio."""
+    records = read_last_run("seed-stack", "gpu")
+    if not records:
+        return "No record yet: `python -m benchmarks seed-stack` makes one."
+    rows = []
+    for quantity in dict.fromkeys(r["quantity"] for r in records):
+        one, ten = (r["value"] for r in records if r["quantity"] == quantity)
+        rows.append([quantity.partition(",")[0], format_value(one), format_value(ten), f"{ten / one:.2f}"])
+    head = ["method", "s, one seed", "s, ten seeds", "ratio"]
+    return f"{describe_run(records[0])}\n\n{render_table(head, rows)}"
+
+
 def format_value(value: float) -> str:
     """Return three digits, without an exponent."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
@@ -111,6 +124,7 @@ def _list_tables() -> Iterator[tuple[str, Callable[[], str]]]:
     for benchmark in ("many-clients", "large-network"):
         rounds = {"a whole round": "s per round"}
         yield f"{benchmark} summary", partial(render_columns, benchmark, "gpu", rounds, "system")
+    yield "seed-stack summary", render_seed_stack
     starts = {
         f"{count} clients: {quantity}": f"{label}, {count} clients"
         for quantity, label in (("begin", "s to the first round"), ("one later", "CPU s per round"), ("peak", "MB"))

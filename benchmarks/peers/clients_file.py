@@ -23,6 +23,7 @@ from uefl.data.sources import read_images
 CLIENTS_PER_ROUND, LR, BATCH_SIZE, NUM_CLASSES, SEED = 100, 0.1, 10, 10, 0
 TRAIN_SIZES, TEST_SIZE, NUM_HELD_OUT = (50, 200), 10, 2000
 MEAN, STD = 0.5, 0.25  # of the data set `tensors`
+INITIAL = "initial."  # beginning of the names of initial weights
 
 
 class ClientsFile(NamedTuple):
@@ -44,7 +45,9 @@ class ClientsFile(NamedTuple):
 
 
 def write_clients(path: Path, num_clients: int, data: str) -> None:
-    """Write the file of clients, and beside it the images that no client has."""
+    """Write the file of clients, and beside it the images that no client has and uefl's initial weights."""
+    from benchmarks.peers.clients_uefl import make_experiment  # which peers need not import
+
     images = read_images(data)
     order = permutation(derive_key("benchmarks"), len(images.y))
     held_out, own = order[:NUM_HELD_OUT], order[NUM_HELD_OUT:]
@@ -55,7 +58,9 @@ def write_clients(path: Path, num_clients: int, data: str) -> None:
     rows = own[torch.arange(len(silo)) % len(own)]
     is_test = torch.arange(len(silo)) - starts[silo] < TEST_SIZE
     save_file({"x": images.x[rows], "y": images.y[rows], "silo": silo, "is_test": is_test, "starts": starts}, path)
-    save_file({"x": images.x[held_out], "y": images.y[held_out]}, _get_held_out_path(path))
+    net = make_experiment(str(path), 1, 0).build_network(images.x.shape[1:], NUM_CLASSES)
+    initial = {f"{INITIAL}{i:02}": tensor.clone() for i, tensor in enumerate(net.state_dict().values())}
+    save_file({"x": images.x[held_out], "y": images.y[held_out], **initial}, _get_held_out_path(path))
 
 
 def open_clients(path: str) -> ClientsFile:
@@ -71,15 +76,23 @@ def scale_pixels(pixels: Any) -> Tensor:
     return (torch.from_numpy(pixels).float() / 255 - MEAN) / STD
 
 
-def make_network() -> nn.Sequential:
+def make_layers() -> nn.Sequential:
     """Make the network from layers of torch; its tensors are in the order of uefl's."""
-    torch.manual_seed(SEED)
     return nn.Sequential(
         *(nn.Conv2d(1, 4, 5), nn.MaxPool2d(2), nn.ReLU()),
         *(nn.Conv2d(4, 12, 5), nn.MaxPool2d(2), nn.ReLU()),
         *(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()),
         *(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, NUM_CLASSES)),
     )
+
+
+def make_network(path: str) -> nn.Sequential:
+    """Make the network with uefl's initial weights."""
+    net = make_layers()
+    with safe_open(_get_held_out_path(Path(path)), framework="pt") as file:
+        state = {name: file.get_tensor(f"{INITIAL}{i:02}") for i, name in enumerate(net.state_dict())}
+    net.load_state_dict(state)
+    return net
 
 
 def parse_arguments() -> tuple[str, int]:

@@ -25,6 +25,7 @@ from benchmarks.peers.clients_file import (
     CLIENTS_PER_ROUND,
     LR,
     ClientsFile,
+    make_layers,
     make_network,
     open_clients,
     parse_arguments,
@@ -47,7 +48,7 @@ def fit(message: Message, context: Context) -> Message:
     """Train one epoch."""
     clients = open_clients_once(str(message.content["config"]["file"]))  # type: ignore[index,call-overload]
     x, y = clients.load_train(int(context.node_config["partition-id"]))
-    net = make_network()
+    net = make_layers()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())  # type: ignore[union-attr]
     optimizer = torch.optim.SGD(net.parameters(), LR)
     for indices in torch.split(torch.randperm(len(y)), BATCH_SIZE):
@@ -87,9 +88,8 @@ def main(grid: Grid, context: Context) -> None:
         min_train_nodes=CLIENTS_PER_ROUND,
         min_available_nodes=num_clients,
     )
-    initial = ArrayRecord(make_network().state_dict())
-    result = strategy.start(grid, initial, rounds, train_config=ConfigRecord({"file": file}))
-    net = make_network()
+    net = make_network(file)
+    result = strategy.start(grid, ArrayRecord(net.state_dict()), rounds, train_config=ConfigRecord({"file": file}))
     net.load_state_dict(result.arrays.to_torch_state_dict())
     report_accuracy(file, net)
 

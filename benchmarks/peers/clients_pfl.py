@@ -36,9 +36,9 @@ from benchmarks.peers.clients_file import (
 class PflModel(nn.Module):
     """The interface that pfl requires of a model: a loss and metrics."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__()
-        self.net = make_network()
+        self.net = make_network(path)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         self.train()
@@ -63,8 +63,8 @@ class RoundReporter(TrainingProcessCallback):
 def main() -> None:
     """Run the federation."""
     logging.disable(logging.WARNING)
-    (file, rounds), net, has_begun = parse_arguments(), PflModel(), False
-    clients = open_clients(file)
+    (file, rounds), has_begun = parse_arguments(), False
+    net, clients = PflModel(file), open_clients(file)
 
     def make_dataset(client: int) -> Dataset:
         nonlocal has_begun

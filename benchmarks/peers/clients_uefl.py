@@ -65,7 +65,7 @@ def main() -> None:
         path = run(experiment, Path(folder), on_event=on_event)
         report_round()
         server, _ = load_checkpoint(RunFolder(path).server_path, "cpu")
-    net = make_network()
+    net = make_network(file)
     net.load_state_dict(dict(zip(net.state_dict(), server.model_state.values(), strict=True)))
     report_accuracy(file, net)
 

@@ -35,8 +35,8 @@ EngineOption = Annotated[
 PresetOption = Annotated[
     str,
     typer.Option(
-        help="default: the best configuration by validation; paper: the row of the paper for this data set and "
-        "partitioner, see docs/presets.md."
+        help="default: one configuration for all data, chosen by validation on embedded digits and hospitals; paper: "
+        "the row of the paper for this data set and partitioner, see docs/presets.md."
     ),
 ]
 SkipBadOption = Annotated[
