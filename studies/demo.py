@@ -156,12 +156,16 @@ TRIALS = {
         "FedBN": f"fedbn {_CHOSEN_DIGITS}",
         "FedBN, fine-tuned": f"fine-tuning {_CHOSEN_DIGITS} batch_norm=personal fine_tuning_epochs=5",
     },
-    # The preset itself: how many epochs of fine-tuning, and own batch norm.
+    # The preset itself: epochs of fine-tuning, who gets codewords, own batch norm, groups.
     **{
         f"{data}, preset": {
             "FedAvg": f"fedavg {arguments}",
             **{f"FedAvg, epochs: {e}": f"fine-tuning {arguments} fine_tuning_epochs={e}" for e in (1, 2, 5)},
             **{f"UEFL, epochs: {e}": f"uefl {arguments} fine_tuning_epochs={e}" for e in (0, 1, 2, 3, 5)},
+            **{
+                f"UEFL, epochs: 5, extend={value}": f"uefl {arguments} fine_tuning_epochs=5 extend={value}"
+                for value in ("none", "random", "all", "validated")
+            },
             "UEFL, own batch norm": f"uefl {arguments} batch_norm=personal fine_tuning_epochs=0",
             "UEFL, own batch norm, epochs: 2": f"uefl {arguments} batch_norm=personal fine_tuning_epochs=2",
             **{

@@ -33,6 +33,7 @@ from studies.rivals.tables import (
     identify_record,
     identify_run,
     mean_over_silos,
+    select_fedavg_row,
 )
 from studies.rivals.trials import FEDAVG, UEFL, Setup
 
@@ -71,8 +72,9 @@ def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times:
     """Render what each method costs: codewords, values of a silo's own, bytes, and seconds on every device."""
     own = {(r["method"], r["device"]): r["round"] for r in times if r["setup"] == name}  # the newest record counts
     devices = sorted({device for _, device in own}, key=lambda device: (device != "cpu", device))
+    fedavg_row = select_fedavg_row(SETUPS[name], rows)  # of its two forms, that of the primary comparison
     head = ["cost", "codewords of the silo with most", "own parameters", "MB per round and silo"]
-    head += [f"s per round, {device} (× FedAvg)" for device in devices]
+    head += [f"s per round, {device} (× {fedavg_row})" for device in devices]
     lines = [head]
     for method, records in rows.items():
         costs = [own.get((method, device)) for device in devices]
@@ -83,9 +85,9 @@ def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times:
             next((count_megabytes(c) for c in costs if c), None)
             or mean((r["bytes_up"] + r["bytes_down"]) / 1e6 for r in records.values())
         )
-        cells = [method, f"{codewords:.0f}", parameters, f"{megabytes:.2f}"]
+        cells = [method, f"{codewords:.0f}", parameters, f"{megabytes:.{4 if 0 < megabytes < 0.1 else 2}f}"]
         for device, cost in zip(devices, costs, strict=True):
-            reference = own.get((FEDAVG, device))
+            reference = own.get((fedavg_row, device))
             if cost is None or reference is None:
                 cells.append("–")
             else:

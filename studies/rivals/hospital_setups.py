@@ -11,6 +11,7 @@ from uefl.core.local import LocalTraining
 from uefl.data.defaults import get_default_config
 from uefl.models.model_config import ModelConfig
 
+LINEAR_RATE = 0.03  # of linear models in the first table; no rate had been searched
 HOSPITAL_ADJUSTMENT = {"logit_adjustment": "local"}
 LOGISTIC: dict[str, Any] = {"encoder": "identity", "width": 0, "hidden_size": 0, "dropout": 0.0, "feature_norm": "none"}
 
@@ -21,7 +22,7 @@ def list_regressions(*decays: float) -> tuple[Trial, ...]:
         Trial(
             label=f"ridge {decay:g}",
             method=HOSPITAL_ADJUSTMENT,
-            local={"lr": 0.03, "weight_decay": decay},
+            local={"lr": LINEAR_RATE, "weight_decay": decay},
             model=LOGISTIC,
         )
         for decay in decays
@@ -34,7 +35,7 @@ def list_l2_regressions(*weights: float, **method: Any) -> tuple[Trial, ...]:
         Trial(
             label=f"L2 {weight:g}",
             method={**HOSPITAL_ADJUSTMENT, **method},
-            local={"optimizer": "adam", "lr": 0.03, "weight_decay": weight},
+            local={"optimizer": "adam", "lr": LINEAR_RATE, "weight_decay": weight},
             model=LOGISTIC,
         )
         for weight in weights
@@ -71,6 +72,20 @@ def list_method_trials(name: str, values: Sequence[float]) -> tuple[Trial, ...]:
     )
 
 
+def list_rates(*rates: float, model: Mapping[str, Any], **local: Any) -> tuple[Trial, ...]:
+    """Return learning rates, each with both schedules."""
+    return tuple(
+        Trial(
+            label=f"{schedule}, {rate:g}",
+            method=HOSPITAL_ADJUSTMENT,
+            local={"lr": rate, "schedule": schedule, **local},
+            model=model,
+        )
+        for schedule in ("cosine", "constant")
+        for rate in rates
+    )
+
+
 def make_hospital_trial(
     label: str,
     *,
@@ -93,7 +108,7 @@ def make_hospital_trial(
 
 def make_linear_trial(label: str, decay: float = 0.01, epochs: int = 5, **fields: Any) -> Trial:
     """Return UEFL on the columns themselves, with a linear classifier and a ridge penalty as a part of the loss."""
-    settings = {"lr": 0.03, "segments": 1, "model": LINEAR, **fields}
+    settings = {"lr": LINEAR_RATE, "segments": 1, "model": LINEAR, **fields}
     return make_hospital_trial(label, decay=decay, optimizer="adam", epochs=epochs, **settings)
 
 
@@ -155,12 +170,14 @@ HOSPITAL_SEARCH: Mapping[str, Row] = {
             make_hospital_trial("dropout .5, 5 epochs", epochs=5, model=DROPOUT),
             make_hospital_trial("codewords for all", extend="all"),
             make_hospital_trial("width 16", model={"width": 16}),
-            make_hospital_trial("linear, decay .1", lr=0.03, decay=0.1, model=LINEAR, segments=1),
-            make_hospital_trial("linear, decay .3", lr=0.03, decay=0.3, model=LINEAR, segments=1),
-            make_hospital_trial("linear, decay 1", lr=0.03, decay=1.0, model=LINEAR, segments=1),
-            make_hospital_trial("linear, decay .3, 5 epochs", lr=0.03, decay=0.3, epochs=5, model=LINEAR, segments=1),
+            make_hospital_trial("linear, decay .1", lr=LINEAR_RATE, decay=0.1, model=LINEAR, segments=1),
+            make_hospital_trial("linear, decay .3", lr=LINEAR_RATE, decay=0.3, model=LINEAR, segments=1),
+            make_hospital_trial("linear, decay 1", lr=LINEAR_RATE, decay=1.0, model=LINEAR, segments=1),
             make_hospital_trial(
-                "linear, decay .3, gate from .1", lr=0.03, decay=0.3, model=LINEAR, segments=1, gate_value=0.1
+                "linear, decay .3, 5 epochs", lr=LINEAR_RATE, decay=0.3, epochs=5, model=LINEAR, segments=1
+            ),
+            make_hospital_trial(
+                "linear, decay .3, gate from .1", lr=LINEAR_RATE, decay=0.3, model=LINEAR, segments=1, gate_value=0.1
             ),
             *(
                 make_hospital_trial(f"dropout .5, 5 epochs, {label}", epochs=5, model={**DROPOUT, **model}, **fields)
@@ -225,6 +242,11 @@ HOSPITAL_SEARCH: Mapping[str, Row] = {
         method="fine-tuning", trials=list_l2_regressions(0.003, 0.01, 0.03, 0.1, fine_tuning_epochs=5)
     ),
     "Logistic regression, centralized": Row(method="centralized", trials=REGRESSION),
+    "FedAvg, rates": Row(method="fedavg", trials=list_rates(3e-4, 1e-3, 3e-3, weight_decay=0.1, model=DROPOUT)),
+    "Logistic regression, FedAvg, rates": Row(
+        method="fedavg",
+        trials=list_rates(0.001, 0.003, 0.01, 0.03, 0.1, optimizer="adam", weight_decay=0.01, model=LOGISTIC),
+    ),
     "Logistic regression, FedAvg, tuned longer": Row(
         method="fine-tuning",
         trials=tuple(
@@ -274,4 +296,25 @@ HOSPITALS = Setup(
             trials=tuple(make_gated_trial(decay, 0.1, dropout) for dropout in (0.1, 0.0) for decay in (0.01, 0.003)),
         ),
     },
+)
+
+
+def use_chosen_rate(row: Row) -> Row:
+    """Return a row whose linear models have the rate and schedule with which FedAvg's has the lowest validation NLL."""
+    chosen = {"lr": 0.01, "schedule": "constant"}
+    return replace(
+        row,
+        trials=tuple(
+            replace(t, local={**t.local, **chosen}) if t.local.get("lr") == LINEAR_RATE else t for t in row.trials
+        ),
+    )
+
+
+HOSPITALS_AGAIN = replace(
+    HOSPITALS,
+    title="Heart disease, again: linear models at the rate that validation chose, other folds",
+    seeds=tuple(range(120, 130)),
+    search={},
+    receivers=(),
+    rows={name: use_chosen_rate(row) for name, row in HOSPITALS.rows.items()},
 )

@@ -31,7 +31,7 @@ from studies.rivals.tables import (
     mean_over_silos,
     select_fedavg_row,
 )
-from studies.rivals.trials import FEDAVG, UEFL, Schedule, Setup
+from studies.rivals.trials import FEDAVG, UEFL, Row, Schedule, Setup
 from uefl.experiment.records import read_records
 
 NOTES = Path(__file__).with_name("notes.md")
@@ -74,12 +74,17 @@ def find_rows(
     if not entry:
         return {}
     choice = Choice(Schedule(**entry["schedule"]), entry["trials"])
-    rows: dict[str, dict[Part, RunRecord]] = {method: {} for method in setup.rows}
+    rows: dict[str, dict[Part, RunRecord]] = {method: {} for method in list_chosen_rows(setup, entry)}
     for run in list_final_runs(name, choice):
         matches = run.find_records(results)
         if matches:
             rows[run.method][run.seed, 0] = matches[-1]
     return choose_starts(name, choice, rows, results) if all(len(records) > 1 for records in rows.values()) else {}
+
+
+def list_chosen_rows(setup: Setup, entry: RunRecord) -> dict[str, Row]:
+    """Return the rows whose trial is frozen; one that was added to a table later may have none yet."""
+    return {method: row for method, row in setup.rows.items() if method in entry["trials"]}
 
 
 def find_fold_rows(name: str, trials: Sequence[RunRecord]) -> dict[str, dict[Part, RunRecord]]:
@@ -142,13 +147,18 @@ def describe_choice(name: str, frozen: Mapping[str, RunRecord]) -> str:
     lines = [f"Schedule: {entry['schedule']['schedule']}, learning rate {entry['schedule']['lr']:g}."]
     if setup.trials_of:
         lines[0] += f" Schedule and trials are those of `{setup.trials_of}`; nothing was chosen here."
+    if setup.scores_of:
+        lines[0] += (
+            f" The trials are those of `{setup.scores_of}`. Of those whose validation NLL is not above FedAvg's "
+            "lowest, every method takes the one with the lowest validation error rate."
+        )
     if all(len(row.trials) == 1 for row in setup.rows.values()):
         return "All settings are those of the preset; nothing was chosen here."
-    for method, row in setup.rows.items():
+    for method, row in list_chosen_rows(setup, entry).items():
         scores = entry[get_score_name(setup)][method]
         cells = [f"{re.sub(r'^1 epochs', '1 epoch', t.label)} {s:.4f}" for t, s in zip(row.trials, scores, strict=True)]
         cells[entry["trials"][method]] = f"**{cells[entry['trials'][method]]}**"
-        score = "validation error rate" if setup.chosen_by == "accuracy" else "validation NLL"
+        score = "validation NLL" if setup.chosen_by == "nll" else "validation error rate"
         lines.append(f"- {method} ({score}): {', '.join(cells)}")
     return "\n".join([lines[0], "", *lines[1:]])
 

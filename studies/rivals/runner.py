@@ -20,6 +20,7 @@ SEARCH = "schedule search"  # row of the runs that choose the schedule
 RECEIVER_ROW = f"{UEFL}, extend="  # beginning of the rows in which other silos get codewords
 ABLATION_ROW = f"{UEFL}, without: "  # beginning of the rows whose codebook lacks something
 START_ROW = f"{IFCA}, start="  # beginning of the rows with further starts of IFCA
+NLL, ERROR = "validation_nll", "validation_error"  # what trials are compared by
 NUM_STARTS = 3  # of IFCA, of which validation chooses one per seed
 
 
@@ -66,9 +67,9 @@ def select_schedule(name: str, run_records: Sequence[RunRecord]) -> Schedule:
     setup = SETUPS[name]
     scores = {
         schedule: mean_validation_loss(
-            setup,
             [run for run in list_schedule_search(name) if run.method == f"{SEARCH}: {schedule}"],
             run_records,
+            get_score_name(setup),
         )
         for schedule in setup.schedules
     }
@@ -82,6 +83,8 @@ def select_schedule(name: str, run_records: Sequence[RunRecord]) -> Schedule:
 def list_trials(name: str, schedule: Schedule) -> list[StudyRun]:
     """List the runs of all trials of all rows; with folds, every fold of every seed."""
     setup = SETUPS[name]
+    if setup.scores_of:
+        return []
     return [
         make_run(name, method, trial, schedule, seed, fold=fold, row=f"{method}: {choice.label}")
         for method, row in setup.rows.items()
@@ -104,7 +107,7 @@ def list_trial_parts(setup: Setup) -> list[tuple[int, int]]:
     return [(seed, 0) for seed in setup.trial_seeds]
 
 
-def mean_validation_loss(setup: Setup, runs: Sequence[StudyRun], run_records: Sequence[RunRecord]) -> float:
+def mean_validation_loss(runs: Sequence[StudyRun], run_records: Sequence[RunRecord], score_name: str) -> float:
     """Return the mean validation NLL, or the mean error rate, of runs, all of which must be recorded."""
     values: list[float] = []
     for run in runs:
@@ -112,7 +115,7 @@ def mean_validation_loss(setup: Setup, runs: Sequence[StudyRun], run_records: Se
         if not matches:
             raise InputError(f"{run.label} has no record; run `python -m studies.rivals select --setup {run.setup}`")
         record = matches[-1]
-        values.append(1 - record["validation_accuracy"] if setup.chosen_by == "accuracy" else record["validation_nll"])
+        values.append(1 - record["validation_accuracy"] if score_name == ERROR else record[score_name])
     return mean(values)
 
 
@@ -158,38 +161,61 @@ def run_search(name: str, resources: StudyResources, files: Files, report: Calla
 
 
 def freeze_choice(name: str, files: Files) -> Choice:
-    """Store the trial of every row that validation chooses; a frozen choice never changes."""
-    frozen = read_frozen(files.frozen)
-    if name not in frozen:
-        run_records, setup = read_records(files.trials), SETUPS[name]
-        schedule = setup.schedules[0] if len(setup.schedules) == 1 else select_schedule(name, run_records)
+    """Store the trial of every row that validation chooses; a frozen choice never changes, but rows may be added."""
+    frozen, setup = read_frozen(files.frozen), SETUPS[name]
+    added = {m: row for m, row in setup.rows.items() if m not in frozen.get(name, {}).get("trials", {})}
+    if added:
+        run_records = read_records(files.trials)
+        if name in frozen:
+            schedule = Schedule(**frozen[name]["schedule"])
+        else:
+            schedule = setup.schedules[0] if len(setup.schedules) == 1 else select_schedule(name, run_records)
         scores = defaultdict[str, list[float]](list)
-        for method, row in setup.rows.items():
+        for method, row in added.items():
             if is_chosen_elsewhere(name, method):
                 scores[method] = frozen[setup.rows_of][get_score_name(setup)][method]
                 continue
             if len(row.trials) == 1:
                 scores[method] = [0.0]  # nothing to choose
                 continue
-            for trial, choice in enumerate(row.trials):
-                runs = [
-                    make_run(name, method, trial, schedule, seed, row=f"{method}: {choice.label}")
-                    for seed, _ in list_trial_parts(setup)
-                ]
-                scores[method].append(mean_validation_loss(setup, runs, run_records))
+            scores[method] = score_trials(name, method, schedule, run_records, get_score_name(setup))
+        trials = {method: values.index(min(values)) for method, values in scores.items()}
+        if setup.chosen_by == "accuracy_within_nll":
+            losses = {method: score_trials(name, method, schedule, run_records, NLL) for method in scores}
+            limit = min(losses[FEDAVG])
+            trials = {m: min(range(len(s)), key=lambda i: (losses[m][i] > limit, s[i])) for m, s in scores.items()}
+        earlier = frozen.get(name, {"trials": {}, get_score_name(setup): {}})
         frozen[name] = {
             "schedule": {"schedule": schedule.schedule, "lr": schedule.lr},
-            "trials": {method: values.index(min(values)) for method, values in scores.items()},
-            get_score_name(setup): scores,
+            "trials": {**earlier["trials"], **trials},
+            get_score_name(setup): {**earlier[get_score_name(setup)], **scores},
         }
         files.frozen.write_text(json.dumps(frozen, indent=1, ensure_ascii=False) + "\n")
     entry = frozen[name]
     return Choice(Schedule(**entry["schedule"]), entry["trials"])
 
 
+def score_trials(
+    name: str, method: str, schedule: Schedule, run_records: Sequence[RunRecord], score_name: str
+) -> list[float]:
+    """Return the mean loss of every trial of a row."""
+    setup, recorded = SETUPS[name], SETUPS[name].scores_of or name
+    return [
+        mean_validation_loss(
+            [
+                make_run(recorded, method, trial, schedule, seed, row=f"{method}: {choice.label}")
+                for seed, _ in list_trial_parts(setup)
+            ],
+            run_records,
+            score_name,
+        )
+        for trial, choice in enumerate(setup.rows[method].trials)
+    ]
+
+
 def get_score_name(setup: Setup) -> str:
     """Return the name of what trials are compared by, lower values being better."""
-    return "validation_error" if setup.chosen_by == "accuracy" else "validation_nll"
+    return NLL if setup.chosen_by == "nll" else ERROR
 
 
 def read_frozen(path: Path) -> dict[str, Any]:

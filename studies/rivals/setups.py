@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from studies.rivals.color_setups import COLOR_SETUPS
-from studies.rivals.hospital_setups import HOSPITALS
+from studies.rivals.equal_trials import make_equal_rows
+from studies.rivals.hospital_setups import HOSPITALS, HOSPITALS_AGAIN
 from studies.rivals.trials import (
     FEDAVG,
     IMAGE_ROWS,
@@ -143,24 +144,27 @@ NINE_SILOS: dict[str, Any] = {
 ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=get_default_config("mnist"))
 
 
-def make_preset_setup(preset: str) -> Setup:
-    """Return a setup in which every method has the settings of a preset, with a command's default data."""
+LAST_ROUND = ("evaluate_every=1000", "evaluate_local=false")  # nothing else is read
+
+
+def make_preset_setup(preset: str, data: str, *settings: str, title: str, seeds: Sequence[int]) -> Setup:
+    """Return a setup in which every method has the settings of a preset for a data set."""
     methods = {FEDAVG: "fedavg", "FedAvg, fine-tuned": "fine-tuning", UEFL: "uefl"}
-    experiments = parse_experiments([*methods.values()], (), preset)
+    experiments = parse_experiments([*methods.values(), data, *settings], (), preset)
     first = experiments["fedavg"]
     values = {
         row: {f.name: getattr(experiments[m].method, f.name) for f in fields(experiments[m].method) if f.init}
         for row, m in methods.items()
     }
     return Setup(
-        title=f"Embedded digits, nine silos, every method with the preset `{preset}`",
+        title=f"{title}, every method with the preset `{preset}`",
         data=first.data,
         model=first.model,
         local=first.method.local,
         rounds={},
         schedules=(Schedule(schedule=first.method.local.schedule, lr=first.method.local.lr),),
         rows={row: Row(method=m, trials=(Trial(label="preset", method=values[row]),)) for row, m in methods.items()},
-        seeds=tuple(range(120, 130)),
+        seeds=seeds,
         receivers=(),
     )
 
@@ -175,6 +179,16 @@ SETUPS: Mapping[str, Setup] = {
         rows_of="rotated",
         search={},
         seeds=tuple(range(110, 120)),
+        receivers=(),
+        ablations=NO_CODEWORDS,
+    ),
+    "rotated-equal": replace(
+        ROTATED,
+        title="MNIST, nine silos, third table: twelve trials for every method, other fresh seeds",
+        schedules=(Schedule(schedule="cosine", lr=0.003),),  # chosen in the first table
+        rows=make_equal_rows(GROUP_TRIALS),
+        search={},
+        seeds=tuple(range(130, 140)),
         receivers=(),
         ablations=NO_CODEWORDS,
     ),
@@ -202,7 +216,14 @@ SETUPS: Mapping[str, Setup] = {
         seeds=tuple(range(110, 120)),
         receivers=(),
     ),
-    "default": make_preset_setup("default"),
+    "default": make_preset_setup("default", "mnist5k", title="Embedded digits, nine silos", seeds=range(120, 130)),
+    "default-fashion": make_preset_setup(
+        "default", "fmnist", *LAST_ROUND, title="Fashion-MNIST, nine silos", seeds=range(120, 130)
+    ),
+    "default-cifar10": make_preset_setup(
+        "default", "cifar10", *LAST_ROUND, title="CIFAR10, nine silos, VGG16", seeds=range(130, 135)
+    ),
     "hospitals": HOSPITALS,
+    "hospitals-again": HOSPITALS_AGAIN,
     **COLOR_SETUPS,
 }

@@ -77,7 +77,7 @@ def count_rounds(method: FedAvg) -> int:
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: str) -> None:
     setup = SETUPS[name]
-    num_trials = 1 if name == "default" else NUM_TRIALS
+    num_trials = {"rotated-equal": 3 * NUM_TRIALS}.get(name, 1 if name.startswith("default") else NUM_TRIALS)
     assert {len(row.trials) for name, row in setup.rows.items() if name != "Prevalence only"} == {num_trials}
     runs = list_trials(name, setup.schedules[0])
     assert len({str(run.experiment) for run in runs}) == len({run.label for run in runs}) == len(runs)
@@ -131,6 +131,33 @@ def test_the_choice_by_accuracy_ignores_nll(tmp_path: Path) -> None:
     assert read_frozen(files.frozen)[name]["validation_error"]["UEFL"] == pytest.approx([0.3, 0.3, 0.3, 0.2])
 
 
+def test_the_choice_within_fedavgs_nll_takes_the_most_accurate_of_these_trials(tmp_path: Path) -> None:
+    name, setup = "cifar10-both", SETUPS["cifar10-both"]
+    files = Files(*(tmp_path / kind for kind in ("search", "trials", "frozen", "results", "times")))
+    scores = {  # NLL and accuracy of the four trials
+        "FedAvg": [(0.9, 0.70), (0.8, 0.65), (0.95, 0.75), (1.0, 0.6)],
+        "FedAvg, fine-tuned": [(0.81, 0.9), (0.79, 0.71), (0.8, 0.72), (2.0, 0.95)],
+        "UEFL": [(0.9, 0.80), (0.85, 0.81), (0.9, 0.82), (1.0, 0.6)],
+    }
+    assert list_trials(name, setup.schedules[0]) == []
+    records = [
+        {
+            **identify_run(run.experiment),
+            "results_version": RESULTS_VERSION,
+            "setup": setup.scores_of,
+            "method": run.method,
+            "validation_nll": scores[row][i][0],
+            "validation_accuracy": scores[row][i][1],
+        }
+        for row in setup.rows
+        for i, run in enumerate(
+            run for run in list_trials(setup.scores_of, setup.schedules[0]) if run.method.startswith(f"{row}: ")
+        )
+    ]
+    files.trials.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert freeze_choice(name, files).trials == {"FedAvg": 1, "FedAvg, fine-tuned": 2, "UEFL": 2}
+
+
 def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole() -> None:
     name = "rotated-again"
     choice = read_choice(name)
@@ -164,6 +191,29 @@ def test_the_preset_has_the_settings_that_the_command_line_gives() -> None:
     for row, name in {"FedAvg": "fedavg", "FedAvg, fine-tuned": "fine-tuning", "UEFL": "uefl"}.items():
         experiment = setup.make_experiment(row, setup.rows[row].trials[0], setup.schedules[0], 120)
         assert experiment == parse_experiments([name, "seed=120"], (), "default")[name]
+
+
+def test_a_row_may_be_added_to_a_frozen_choice_and_changes_nothing_else(tmp_path: Path) -> None:
+    name, setup = "pacs", SETUPS["pacs"]
+    files = Files(*(tmp_path / kind for kind in ("search", "trials", "frozen", "results", "times")))
+    entry = read_frozen(ROOT / "results/rivals-frozen.json")[name]
+    for values in (entry["trials"], entry["validation_nll"]):
+        values.pop("Local-only", None)
+    files.frozen.write_text(json.dumps({name: entry}))
+    schedule = Schedule(**entry["schedule"])
+    runs = [run for run in list_trials(name, schedule) if run.method.startswith("Local-only")]
+    base = {"results_version": RESULTS_VERSION, "setup": name}
+    records = [
+        {**identify_run(run.experiment), **base, "method": run.method, "validation_nll": 0.5 - 0.1 * (i == 2)}
+        for i, run in enumerate(runs)
+    ]
+    files.trials.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert freeze_choice(name, files) == Choice(schedule, {**entry["trials"], "Local-only": 2})
+    assert read_frozen(files.frozen)[name]["validation_nll"] == {
+        **entry["validation_nll"],
+        "Local-only": pytest.approx([0.5, 0.5, 0.4, 0.5]),
+    }
+    assert setup.rows.keys() == {*entry["trials"], "Local-only"}
 
 
 def read_choice(name: str) -> Choice:
@@ -253,13 +303,15 @@ def test_the_readme_counts_the_verdicts_of_the_page() -> None:
         len(rows),
         sum("**ahead**" in cell for cell in against_fedavg),
         sum(" not below" in cell for cell in against_fedavg),
+        sum("**below**" in cell for cell in against_fedavg),
+        sum(" undecided" in cell for cell in against_fedavg),
         sum("**ahead**" in cell for cell in against_best),
         sum("**below**" in cell for cell in against_best),
         sum("**" not in cell for cell in against_best),
     ]
     sentence = (
-        r"in (\d+) tables of .*? is ahead in (\d+) .*? not below in (\d+) .*? ahead in (\d+) .*? below in (\d+) .*? in "
-        r"(\d+) no difference is shown"
+        r"in (\d+) tables of .*? is ahead in (\d+) .*? not below in (\d+) .*?, below in (\d+) .*? "
+        r"undecided in (\d+) .*? ahead in (\d+) .*? below in (\d+) .*? in (\d+) no difference is shown"
     )
     match = re.search(sentence, (ROOT / "README.md").read_text())
     assert match
