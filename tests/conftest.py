@@ -1,5 +1,6 @@
 """One torch thread per process, since more can be many times slower on shared cores; helpers of tests in any folder."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,3 +8,5 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # `harness` is for the tests of every folder
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: its kernels then run on a CPU

@@ -23,7 +23,6 @@ from uefl.core.local import LocalTraining
 from uefl.core.noise import derive_key, normal, permutation, random_bits
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked.stacked_engine import StackedEngine
-from uefl.engines.stacked.vmap_overrides import VmapOverrides
 from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
 from uefl.models.network import Net
 
@@ -213,85 +212,6 @@ def test_gradients_within_a_client_are_computed_in_tf32_too(name: str) -> None:
     rounded = train(StackedEngine, "cuda", method, matmul_precision="tf32")
     one, other = (torch.cat([state[n].double().flatten() for n in sorted(state)]) for state in (rounded, exact))
     assert (one - other).norm() / other.norm() < 3e-3  # as in the test above
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("c", "o", "k", "padding"), [(3, 20, 5, 0), (64, 64, 3, 1), (128, 256, 3, 1), (1, 16, 3, 1), (32, 80, 1, 0)]
-)
-@pytest.mark.parametrize("size", [(5, 9, 11), (20, 17, 17)])  # one part of the positions, and two
-def test_stacked_convolutions_equal_single_ones(
-    c: int, o: int, k: int, padding: int, size: tuple[int, int, int], dtype: torch.dtype
-) -> None:
-    from uefl.engines.stacked.convolution import StackedConvolution
-
-    shapes = {"x": (3, size[0], c, *size[1:]), "w": (3, o, c, k, k), "b": (3, o)}
-    inputs = [normal(derive_key(n), shape).cuda().requires_grad_() for n, shape in shapes.items()]
-    y = StackedConvolution.apply(*inputs, 1, padding, dtype)
-    dy = normal(derive_key("slope"), y.shape).cuda()
-    stacked = (y, *torch.autograd.grad(y, inputs, dy.to(y.dtype)))
-    each = torch.stack([F.conv2d(*(t[i].double() for t in inputs), padding=padding) for i in range(3)])
-    single = (each, *torch.autograd.grad(each, inputs, dy.double()))
-    for tensor, expected in zip(stacked, single):
-        assert (tensor.double() - expected).norm() / expected.norm() < (2e-3 if dtype == torch.float32 else 2e-2)
-
-
-@pytest.mark.parametrize("size", [(18, 18), (17, 22)])
-@pytest.mark.parametrize(
-    ("c", "k", "stride", "padding"),
-    [(3, 7, 2, 3), (16, 3, 2, 1), (64, 3, 2, 1), (64, 1, 2, 0), (5, 5, 3, 0), (8, 2, 2, 0)],
-)
-def test_stacked_convolutions_with_a_stride_equal_single_ones(
-    c: int, k: int, stride: int, padding: int, size: tuple[int, int]
-) -> None:
-    shapes = {"x": (3, 5, c, *size), "w": (3, 24, c, k, k), "b": (3, 24)}
-    inputs = [normal(derive_key(n), shape).cuda().requires_grad_() for n, shape in shapes.items()]
-    convolve = partial(F.conv2d, stride=stride, padding=padding)
-    with VmapOverrides(use_triton=True):
-        y = torch.func.vmap(convolve)(*inputs)
-    dy = normal(derive_key("slope"), y.shape).cuda()
-    stacked = (y, *torch.autograd.grad(y, inputs, dy))
-    each = torch.stack([convolve(*(t[i].double() for t in inputs)) for i in range(3)])
-    single = (each, *torch.autograd.grad(each, inputs, dy.double()))
-    for tensor, expected in zip(stacked, single):
-        assert (tensor.double() - expected).norm() / expected.norm() < 2e-3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [(8, 8), (7, 9), (2, 2)])
-def test_stacked_max_pooling_equals_that_of_torch_with_equal_maxima_too(
-    size: tuple[int, int], dtype: torch.dtype
-) -> None:
-    whole = torch.relu(3 * normal(derive_key("x"), (3, 4, 5, *size))).round().cuda().to(dtype).requires_grad_()
-    with VmapOverrides(use_triton=True):
-        y = torch.func.vmap(nn.MaxPool2d(2))(whole)
-    assert "StackedMaxPool" in type(y.grad_fn).__name__
-    expected = torch.stack([F.max_pool2d(x, 2) for x in whole])
-    dy = normal(derive_key("slope"), y.shape).cuda().to(dtype)
-    assert torch.equal(y, expected)
-    assert torch.equal(*(torch.autograd.grad(result, whole, dy)[0] for result in (y, expected)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("b", "c", "size"), [(5, 20, 7), (40, 16, 28), (3, 130, 4)])
-def test_stacked_batch_norms_equal_single_ones(b: int, c: int, size: int, dtype: torch.dtype) -> None:
-    from uefl.engines.stacked.batch_norm import StackedBatchNorm
-
-    shapes = {"x": (3, b, c, size, size), "w": (3, c), "b": (3, c)}
-    weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    x, *weights = (normal(derive_key(n), shape).cuda() for n, shape in shapes.items())
-    x = 100 + 3 * x.to(dtype)  # far from zero: squares must not cancel
-    inputs = [x.requires_grad_(), *(t.to(weight_dtype).requires_grad_() for t in weights)]
-    y, mean, variance = StackedBatchNorm.apply(*inputs, 1e-5)
-    dy = normal(derive_key("slope"), y.shape).cuda().to(dtype)
-    stacked = (y, *torch.autograd.grad(y, inputs, dy), mean, variance)
-    double = [t.detach().double().requires_grad_() for t in inputs]
-    each = torch.stack([F.batch_norm(x, None, None, w, b, True) for x, w, b in zip(*double)])
-    statistics = double[0].mean((1, 3, 4)), double[0].var((1, 3, 4), correction=0)
-    single = (each, *torch.autograd.grad(each, double, dy.double()), *statistics)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-    for tensor, expected in zip(stacked, single):
-        assert (tensor.double() - expected).norm() / expected.norm() < tolerance
 
 
 def test_kmeans_on_cuda_is_as_good_as_on_the_cpu() -> None:
