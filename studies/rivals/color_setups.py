@@ -38,6 +38,11 @@ def list_schedules(*rates: float) -> tuple[Schedule, ...]:
     return tuple(Schedule(schedule=s, lr=lr) for s in ("constant", "cosine") for lr in rates)
 
 
+def make_faster(trial: Trial, factor: float) -> Trial:
+    """Return a trial with a multiple of the learning rate."""
+    return replace(trial, label=f"{trial.label}, {factor:g} × the rate", lr_factor=factor)
+
+
 # Encoders without batch norm of their own to keep, or with a frozen one: FedBN is FedAvg there.
 PRETRAINED_ROWS: Mapping[str, Row] = {
     FEDAVG: Row(method="fedavg", trials=NORM_TRIALS),
@@ -88,6 +93,31 @@ LONG_GTSRB_TRIALS = (
     make_uefl_trial("gate from .25, in groups, 5 epochs", 5, **_LARGER_GATE, rounds=_GROUPS),
     make_uefl_trial("gate from .1, in groups", 0, **_PRETRAINED_CODEBOOK, gate_value=0.1, rounds=_GROUPS),
 )
+# On CIFAR10 the rate with the lowest NLL costs accuracy, and three times that rate costs NLL. These trials are between.
+FASTER_ROWS: Mapping[str, Row] = {
+    FEDAVG: Row(
+        method="fedavg",
+        trials=(
+            NORM_TRIALS[1],
+            *(make_faster(NORM_TRIALS[1], factor) for factor in (1.5, 2.0)),
+            make_faster(NORM_TRIALS[0], 1.5),
+        ),
+    ),
+    "FedAvg, fine-tuned": Row(
+        method="fine-tuning",
+        trials=(
+            *(make_faster(list_tuning_trials((5,))[0], factor) for factor in (1.0, 1.5)),
+            *(make_faster(list_tuning_trials((2,))[0], factor) for factor in (1.5, 2.0)),
+        ),
+    ),
+    UEFL: Row(
+        method="uefl",
+        trials=(
+            *(make_faster(CIFAR_TRIALS[2], factor) for factor in (1.0, 1.5, 2.0)),
+            make_faster(GROUP_TRIALS[0], 1.5),
+        ),
+    ),
+}
 LOCAL_TRIALS = (  # a silo alone may need larger steps than all together
     *NORM_TRIALS[:2],
     Trial(label="layer norm, three times the rate", lr_factor=3.0),
@@ -148,11 +178,12 @@ COLOR_SETUPS: Mapping[str, Setup] = {
     ),
     "cifar10-both": replace(
         NINE_SILOS["cifar10"],
-        title=f"{NINE_SILOS['cifar10'].title}, again: the most accurate trials within FedAvg's NLL, fresh seeds",
+        title=f"{NINE_SILOS['cifar10'].title}, again: the most accurate trials within FedAvg's NLL, ten fresh seeds",
         schedules=(Schedule(schedule="cosine", lr=0.0001),),  # chosen in the first table
-        seeds=tuple(range(125, 130)),
+        rows=FASTER_ROWS,
+        seeds=tuple(range(140, 150)),
+        trial_seeds=TRIAL_SEEDS,
         chosen_by="accuracy_within_nll",
-        scores_of="cifar10",
     ),
     "gtsrb-long": make_longer("gtsrb", list_schedules(1e-4, 3e-4, 1e-3), LONG_GTSRB_TRIALS),
     "cifar10-long": make_longer(

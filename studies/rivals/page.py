@@ -147,10 +147,10 @@ def describe_choice(name: str, frozen: Mapping[str, RunRecord]) -> str:
     lines = [f"Schedule: {entry['schedule']['schedule']}, learning rate {entry['schedule']['lr']:g}."]
     if setup.trials_of:
         lines[0] += f" Schedule and trials are those of `{setup.trials_of}`; nothing was chosen here."
-    if setup.scores_of:
+    if setup.chosen_by == "accuracy_within_nll":
         lines[0] += (
-            f" The trials are those of `{setup.scores_of}`. Of those whose validation NLL is not above FedAvg's "
-            "lowest, every method takes the one with the lowest validation error rate."
+            " Of the trials whose validation NLL is not above FedAvg's lowest, every method takes the one with the "
+            "lowest validation error rate."
         )
     if all(len(row.trials) == 1 for row in setup.rows.values()):
         return "All settings are those of the preset; nothing was chosen here."

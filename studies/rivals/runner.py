@@ -83,8 +83,6 @@ def select_schedule(name: str, run_records: Sequence[RunRecord]) -> Schedule:
 def list_trials(name: str, schedule: Schedule) -> list[StudyRun]:
     """List the runs of all trials of all rows; with folds, every fold of every seed."""
     setup = SETUPS[name]
-    if setup.scores_of:
-        return []
     return [
         make_run(name, method, trial, schedule, seed, fold=fold, row=f"{method}: {choice.label}")
         for method, row in setup.rows.items()
@@ -199,11 +197,11 @@ def score_trials(
     name: str, method: str, schedule: Schedule, run_records: Sequence[RunRecord], score_name: str
 ) -> list[float]:
     """Return the mean loss of every trial of a row."""
-    setup, recorded = SETUPS[name], SETUPS[name].scores_of or name
+    setup = SETUPS[name]
     return [
         mean_validation_loss(
             [
-                make_run(recorded, method, trial, schedule, seed, row=f"{method}: {choice.label}")
+                make_run(name, method, trial, schedule, seed, row=f"{method}: {choice.label}")
                 for seed, _ in list_trial_parts(setup)
             ],
             run_records,

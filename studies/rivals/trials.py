@@ -79,7 +79,6 @@ class Setup:
     # What schedules and trials are compared by, on validation examples; the last: by accuracy, among the trials whose
     # NLL is not above that of FedAvg's best one.
     chosen_by: Literal["nll", "accuracy", "accuracy_within_nll"] = "nll"
-    scores_of: str = ""  # another setup with the same rows, whose recorded trials are compared in another way here
     receiver_trial: int = 0  # with folds: the trial of UEFL whose receivers of codewords are exchanged
 
     def make_experiment(self, row: str, trial: Trial, schedule: Schedule, seed: int, fold: int = 0) -> Experiment:
