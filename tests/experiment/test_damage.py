@@ -243,7 +243,10 @@ def test_ctrl_c_names_the_way_to_resume(photos: str, tmp_path: Path) -> None:
     while process.poll() is None and not list(tmp_path.glob(f"*/{RunFolder.CHECKPOINT_FILE}")):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()  # an endless run would slow down the other tests
     assert (process.returncode, errors.strip()) == (
         130,
         "uefl: stopped; the same command resumes after the last completed round",
