@@ -8,7 +8,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from harness import call_cli, call_with_mistake, list_photo_names, write_hospitals, write_photos
+from harness import call_cli, call_with_mistake, find_folder, list_photo_names, write_hospitals, write_photos
 from rich.console import Console
 
 from uefl.experiment.calibration import SiloCalibration
@@ -91,7 +91,7 @@ def test_another_result_is_never_written_over_the_first(calibratable):
 
 
 def test_a_table_of_several_silos_calibrates_none(tmp_path):
-    data, hungary = write_hospitals(tmp_path, "hungary.csv")
+    data, _ = write_hospitals(tmp_path, "hungary.csv")
     folder = train_run(tmp_path / "runs", "fedavg", *data)
     error = call_with_mistake("calibrate", str(folder), str(tmp_path / "three.csv"), "--silo", "Cleveland")
     assert error.endswith(
@@ -101,8 +101,42 @@ def test_a_table_of_several_silos_calibrates_none(tmp_path):
         "calibrate", str(folder), str(tmp_path / "three.csv"), "label=num", "--silo", "Cleveland"
     )
     assert with_label == error
-    answer = call_cli("calibrate", str(folder), str(hungary), "--silo", "Cleveland")
+    assert not RunFolder(folder).held_out_path.exists()
+
+
+def test_a_table_of_another_silo_calibrates_none(tmp_path):
+    """Of a silo of the run, and of one that the run does not have; without the column, the user's word counts."""
+    data, hungary = write_hospitals(tmp_path, "hungary.csv")
+    folder = train_run(tmp_path / "runs", "fedavg", *data)
+    header, *rows = (tmp_path / "three.csv").read_text().splitlines(keepends=True)
+    cleveland, renamed = tmp_path / "cleveland.csv", tmp_path / "renamed.csv"
+    cleveland.write_text(header + "".join(row for row in rows if ",Cleveland," in row))
+    renamed.write_text(hungary.read_text().replace("dataset", "site", 1))
+    for path, silo, other in ((cleveland, "Switzerland", "Cleveland"), (hungary, "Cleveland", "Hungary")):
+        assert call_with_mistake("calibrate", str(folder), str(path), "--silo", silo) == (
+            f"{path}: column 'dataset' names silo {other}, not {silo}; give rows of {silo}, or leave the column out if "
+            "they are"
+        )
+    for path, silo in ((cleveland, "Cleveland"), (renamed, "Switzerland")):
+        answer = call_cli("calibrate", str(folder), str(path), "--silo", silo)
+        assert answer.code == 0, answer.stderr
+
+
+def test_a_table_of_a_silo_that_joined_under_another_name_calibrates_it(tmp_path):
+    data, hungary = write_hospitals(tmp_path, "hungary.csv")
+    folder = train_run(tmp_path / "runs", "fedavg", *data)
+    joined = call_cli("join", str(folder), str(hungary), "name=Budapest", "epochs=1", "lr=1e-3", "batch_norm=own")
+    assert joined.code == 0, joined.stderr
+    answer = call_cli("calibrate", str(find_folder(joined.stdout)), str(hungary), "--silo", "Budapest")
     assert answer.code == 0, answer.stderr
+
+
+def test_images_of_another_silo_calibrate_none(plain, tmp_path):
+    folder, _ = plain
+    path = write_photos(tmp_path / "new", list_photo_names(["south"], "xy", 6), seed=2)
+    assert call_with_mistake("calibrate", str(folder), str(path), "--silo", "north") == (
+        f"{path} has images of silo south, not north; the files of a silo are its own"
+    )
 
 
 def test_a_run_without_a_calibration_part_uses_labeled_files(plain):

@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,6 +221,34 @@ def test_new_rows_of_a_table_are_predicted_as_in_training(heart_run, capsys, tmp
     silo = next(s for s in experiment.data.load(0)[0] if s.name == silo_name)
     recorded = RunFolder(folder).read_summary()["last"]["silos"][silo_name]
     assert (model.predict(silo.test.x).labels == silo.test.y.numpy()).mean() == pytest.approx(recorded["accuracy"])
+
+
+def write_named_patients(path: Path, silo_values: Sequence[str]) -> Path:
+    """Write as many patients of Cleveland, with these texts in the column that names silos."""
+    header, *rows = write_patients(path, slice(len(silo_values))).read_text().splitlines()
+    lines = [f"{row},{value}" for row, value in zip(rows, silo_values, strict=True)]
+    path.write_text("\n".join([f"{header},dataset", *lines, ""]))
+    return path
+
+
+def test_rows_of_other_silos_are_predicted_with_a_warning(heart_run, capsys, tmp_path: Path) -> None:
+    """It may be intended, so that nothing else changes; without a silo and with rows of the silo, there is none."""
+    _, folder = heart_run
+    mixed = write_named_patients(tmp_path / "mixed.csv", ["Hungary", "Cleveland", "Switzerland", "Hungary", ""])
+    own = write_named_patients(tmp_path / "own.csv", ["Cleveland"] * 5)
+    code, out, err = predict(capsys, folder, mixed, "--silo", "Cleveland")
+    assert (code, err.splitlines()) == (
+        0,
+        [
+            "warning: 3 of 5 rows are of another silo than Cleveland by column 'dataset': Hungary (2), Switzerland (1)",
+            "5 predicted with the model of silo Cleveland",
+        ],
+    )
+    code, own_out, err = predict(capsys, folder, own, "--silo", "Cleveland")
+    assert (code, err) == (0, "5 predicted with the model of silo Cleveland\n")
+    assert [list(row.values())[1:] for row in read_csv(out)] == [list(row.values())[1:] for row in read_csv(own_out)]
+    assert "warning" not in predict(capsys, folder, mixed)[2]
+    assert "5 of 5 rows are of another silo than Hungary" in predict(capsys, folder, own, "--silo", "Hungary")[2]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def _hold_out_files(models: SiloModels, silo: str, paths: Sequence[Path], label_
     from uefl.experiment.inputs import read_labeled_inputs
 
     context = ReadContext(skip_bad=True, show_progress=True)
-    examples = read_labeled_inputs(paths, models.description, context, label_column)
+    examples = read_labeled_inputs(paths, models.description, silo, context, label_column)
     for line in context.skipped_messages:
         typer.echo(f"skipped: {sanitize_line(line)}", err=True)
     measurements = measure_examples(models.build(silo, device), examples.x, show_progress=True)

@@ -34,6 +34,7 @@ class TableInputs(NamedTuple):
 
     names: list[str]
     x: Tensor
+    silo_values: list[str]  # what each row has in the column that names silos, or empty texts
 
     @property
     def probes(self) -> Tensor:
@@ -73,23 +74,26 @@ def predict_table_rows(
         yield from make_rows(rows.names[s], model.predict_batch(rows.x[s], i, mc_samples, seed))
 
 
-def read_table_inputs(files: Sequence[UnlabeledFile], input_format: InputFormat, context: ReadContext) -> TableInputs:
+def read_table_inputs(
+    files: Sequence[UnlabeledFile], input_format: InputFormat, context: ReadContext, silo_column: str = ""
+) -> TableInputs:
     """Read CSV files in the format of the training rows; `context` collects a line for each bad row and bad file."""
-    table, names, pieces, errors = TableFormat.from_json(input_format.table), [], [], []
+    table, names, silo_values, pieces, errors = TableFormat.from_json(input_format.table), [], [], [], []
     for file in context.track_progress(files, "reading", len(files)):
         try:
-            rows = parse_table(file.name, file.read(), table)
+            rows = parse_table(file.name, file.read(), table, silo_column)
         except InputError as e:
             errors.append(str(e))
             continue
         names += [f"{file.name}:{line}" for line in rows.lines]
+        silo_values += rows.silo_values
         pieces.append(rows.x)
         context.skipped_messages += rows.skipped
     if not pieces:
         several = f"none of the {len(errors)} tables is usable; the first: " if len(errors) > 1 else ""
         raise InputError(f"{several}{errors[0]}")
     context.skipped_messages += errors
-    return TableInputs(names, input_format.convert(torch.cat(pieces)))
+    return TableInputs(names, input_format.convert(torch.cat(pieces)), silo_values)
 
 
 def decode_file(file: UnlabeledFile, input_format: InputFormat, context: ReadContext) -> Tensor | None:
