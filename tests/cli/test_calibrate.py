@@ -189,6 +189,77 @@ def test_names_of_bad_files_cannot_control_the_terminal(plain, tmp_path):
     assert "\x1b[2J" not in answer.stderr
 
 
+def predict_photos(folder: Path, photos: Path, silo: str) -> str:
+    answer = call_cli("predict", str(folder), str(photos), "--silo", silo)
+    assert answer.code == 0, answer.stderr
+    return answer.stdout
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+
+
+def test_a_reset_gives_back_the_predictions_before_and_says_what_it_removed(plain, tmp_path):
+    """With files of two silos: first one is reset, then all; the files before a reset are kept."""
+    trained, labeled = plain
+    folder = shutil.copytree(trained, tmp_path / "run")
+    for path in (*folder.glob("calibration*"), *folder.glob("held-out*")):
+        path.unlink()  # of other tests
+    files, before = read_files(folder), {s: predict_photos(folder, labeled, s) for s in ("north", "south")}
+    for silo in ("north", "south"):
+        assert call_cli("calibrate", str(folder), str(labeled), "coverage=0.8", "--silo", silo).code == 0
+        assert predict_photos(folder, labeled, silo) != before[silo]
+    calibrated, south = read_files(folder), predict_photos(folder, labeled, "south")
+    answer = call_cli("calibrate", str(folder), "--reset", "--silo", "north")
+    assert (answer.code, answer.stdout.splitlines()) == (
+        0,
+        [
+            "removed from north: calibration with coverage=0.8 risk=0.05 pooling=0, what its model predicts for 12 "
+            "examples, labeled files",
+            "the files before are kept as calibration-1.json, held-out-1.safetensors",
+        ],
+    )
+    assert predict_photos(folder, labeled, "north") == before["north"]
+    assert predict_photos(folder, labeled, "south") == south
+    for name in ("calibration.json", "held-out.safetensors"):
+        assert (folder / name.replace(".", "-1.")).read_bytes() == calibrated[name]
+    assert call_with_mistake("calibrate", str(folder), "--reset", "--silo", "north") == (
+        f"silo north of {folder} has no calibration to remove"
+    )
+    assert call_cli("calibrate", str(folder), "--reset").stdout.startswith("removed from south: calibration with ")
+    assert predict_photos(folder, labeled, "south") == before["south"]
+    assert {n: b for n, b in read_files(folder).items() if "-1." not in n and "-2." not in n} == files
+    assert call_with_mistake("calibrate", str(folder), "--reset") == f"{folder} has no calibration to remove"
+    assert call_cli("calibrate", str(folder), str(labeled), "--silo", "north").code == 0, "without --replace"
+
+
+def test_a_reset_keeps_and_restores_the_calibration_part_of_the_run(calibratable, tmp_path):
+    before = read_files(calibratable)
+    labeled = write_photos(tmp_path, [f"{i % 2}/{i}.png" for i in range(10)], (28, 28))
+    assert call_cli("calibrate", str(calibratable)).code == 0
+    assert call_cli("calibrate", str(calibratable), str(labeled), "--silo", "D1-1", "--replace").code == 0
+    answer = call_cli("calibrate", str(calibratable), "--reset")
+    assert "restored for D1-1: 20 examples, the calibration part of the run" in answer.stdout, answer
+    left = {name: content for name, content in read_files(calibratable).items() if name in before}
+    assert left == before
+    assert not RunFolder(calibratable).calibration_path.exists()
+    assert call_cli("calibrate", str(calibratable)).code == 0
+
+
+def test_a_reset_that_cannot_be_is_one_line(calibratable, tmp_path):
+    assert call_with_mistake("calibrate", str(calibratable), "coverage=0.8", "--reset") == (
+        "--reset removes a calibration and takes only --silo, not coverage=0.8"
+    )
+    assert call_with_mistake("calibrate", str(calibratable), "--replace", "--reset").endswith("not --replace")
+    assert call_cli("calibrate", str(calibratable)).code == 0
+    copy = tmp_path / "copy"
+    load(calibratable, "D1-1").save(copy)
+    assert call_with_mistake("calibrate", str(copy), "--reset") == (
+        f"the calibration is part of {RunFolder(copy).model_path}, a copy of a calibrated model; remove it from the "
+        "run, then save the copy again"
+    )
+
+
 def test_the_table_fits_80_columns_and_shares_are_not_rounded_to_all_or_nothing():
     found = SiloCalibration(0.995, 0.005, 0, "labeled files", 12345, 0.59, 0.782123, 0.000123456, 1.36, 1.0)
     calibrations = {"VA Long Beach": found}
