@@ -147,12 +147,20 @@ def test_mistakes_are_one_line_and_exit_code_2(trained, capsys, tmp_path: Path) 
     folder, new = trained
     out = tmp_path / "out.csv"
     draw_image("upper", 1).convert("RGB").save(tmp_path / "color.png")
+    comparison = tmp_path / "compare-0"
+    comparison.mkdir()
+    (comparison / RunFolder.COMPARISON_FILE).touch()
     cases = {
         (folder, new, "--silo", "nrth"): "unknown silo 'nrth'; known: north, south",
         (folder, new, "--format", "xml"): "unknown format 'xml'; known: csv, jsonl",
         (folder, new, "--samples", "0"): "samples=0 must be at least 1",
         (folder, new / "none.png"): f"{new}/none.png: no such file or folder",
         (folder, tmp_path / "missing"): f"{tmp_path}/missing: no such file or folder",
+        (folder, new, "--out", tmp_path / "out.xlsx"): (
+            f"out={tmp_path}/out.xlsx: .xlsx cannot be written; choose a name that ends in .csv or .jsonl"
+        ),
+        (comparison, new): f"{comparison} is a comparison and has no model of its own; give one of the run folders",
+        (new / "0.png", folder): f"{new}/0.png is not a model file, or it is damaged (Error while",
         (new, new): f"{new}: no such model file, and no folder with a model.safetensors",
         (folder, new / "broken.png", "--out", out): f"none of the 1 images is usable; the first: {new}/broken.png: ",
         (folder, tmp_path / "color.png", "--out", out): (

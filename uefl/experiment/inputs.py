@@ -27,10 +27,17 @@ from uefl.experiment.silo_models import Description
 PARTITIONERS_BY_COLUMN = ("natural", "leave-one-domain-out")  # their silos, or domains, are values of the silo column
 
 
-def read_inputs(paths: Sequence[Path], input_format: InputFormat, context: ReadContext) -> Tensor:
-    """Read images, or rows of tables, as a model takes them; `context` collects a line for each bad one."""
+def read_inputs(paths: Sequence[Path], description: Description, silo_name: str, context: ReadContext) -> Tensor:
+    """Read images, or rows of tables, as a silo's model takes them; `context` collects a line for each bad one.
+
+    Rows that name other silos are read too; `context` has a warning about them.
+    """
+    input_format = description.input_format
     if input_format.table:
-        return read_table_inputs(list_table_files(paths, context), input_format, context).x
+        column = find_silo_column(description, silo_name)
+        rows = read_table_inputs(list_table_files(paths, context), input_format, context, column.column)
+        context.warnings += filter(None, [column.describe_others(rows.silo_values)])
+        return rows.x
     _require_images(input_format)
     files = list_unlabeled_files(paths, context)
     decoded = [

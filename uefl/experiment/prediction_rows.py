@@ -23,6 +23,7 @@ from uefl.experiment.files import make_temporary_path, replace_file
 from uefl.experiment.trained_model import Predictions, TrainedModel
 
 FORMATS = ("csv", "jsonl")
+OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".parquet")  # a CSV file of such a name cannot be opened by its program
 COLUMNS = ("file", "label", "probability", "predictive_entropy", "mutual_information")
 SET_SEPARATOR = "|"  # of classes in CSV, since their names may contain spaces
 NUM_PROBES = 256  # inputs by which a silo is chosen
@@ -137,6 +138,8 @@ def choose_format(name: str, out: Path | None) -> str:
     """Return the format by its name or, without one, by the suffix of the file; CSV by default."""
     if name and name not in FORMATS:
         raise unknown_value_error("format", name, FORMATS)
+    if out is not None and out.suffix.lower() in OTHER_FORMATS:
+        raise InputError(f"out={out}: {out.suffix} cannot be written; choose a name that ends in .csv or .jsonl")
     return name or ("jsonl" if out is not None and out.suffix.lower() in (".jsonl", ".ndjson", ".json") else "csv")
 
 

@@ -97,7 +97,8 @@ class SiloModels:
         try:
             flat, metadata = load_tensors(path)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
-            raise InputError(f"{path} is not a model file, or it is damaged ({e})") from None
+            reason = str(e).removeprefix(f"{path} is damaged (").removesuffix(")")
+            raise InputError(f"{path} is not a model file, or it is damaged ({reason})") from None
         check_results_format(metadata, path)
         if "description" not in metadata:
             raise InputError(f"{path} lacks what predictions need: an earlier version wrote it; train again")
