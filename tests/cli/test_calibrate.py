@@ -8,7 +8,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from harness import call_cli, call_with_mistake, list_photo_names, write_hospitals, write_photos
+from harness import call_cli, call_with_mistake, find_folder, list_photo_names, write_hospitals, write_photos
 from rich.console import Console
 
 from uefl.experiment.calibration import SiloCalibration
@@ -91,7 +91,7 @@ def test_another_result_is_never_written_over_the_first(calibratable):
 
 
 def test_a_table_of_several_silos_calibrates_none(tmp_path):
-    data, hungary = write_hospitals(tmp_path, "hungary.csv")
+    data, _ = write_hospitals(tmp_path, "hungary.csv")
     folder = train_run(tmp_path / "runs", "fedavg", *data)
     error = call_with_mistake("calibrate", str(folder), str(tmp_path / "three.csv"), "--silo", "Cleveland")
     assert error.endswith(
@@ -101,8 +101,42 @@ def test_a_table_of_several_silos_calibrates_none(tmp_path):
         "calibrate", str(folder), str(tmp_path / "three.csv"), "label=num", "--silo", "Cleveland"
     )
     assert with_label == error
-    answer = call_cli("calibrate", str(folder), str(hungary), "--silo", "Cleveland")
+    assert not RunFolder(folder).held_out_path.exists()
+
+
+def test_a_table_of_another_silo_calibrates_none(tmp_path):
+    """Of a silo of the run, and of one that the run does not have; without the column, the user's word counts."""
+    data, hungary = write_hospitals(tmp_path, "hungary.csv")
+    folder = train_run(tmp_path / "runs", "fedavg", *data)
+    header, *rows = (tmp_path / "three.csv").read_text().splitlines(keepends=True)
+    cleveland, renamed = tmp_path / "cleveland.csv", tmp_path / "renamed.csv"
+    cleveland.write_text(header + "".join(row for row in rows if ",Cleveland," in row))
+    renamed.write_text(hungary.read_text().replace("dataset", "site", 1))
+    for path, silo, other in ((cleveland, "Switzerland", "Cleveland"), (hungary, "Cleveland", "Hungary")):
+        assert call_with_mistake("calibrate", str(folder), str(path), "--silo", silo) == (
+            f"{path}: column 'dataset' names silo {other}, not {silo}; give rows of {silo}, or leave the column out if "
+            "they are"
+        )
+    for path, silo in ((cleveland, "Cleveland"), (renamed, "Switzerland")):
+        answer = call_cli("calibrate", str(folder), str(path), "--silo", silo)
+        assert answer.code == 0, answer.stderr
+
+
+def test_a_table_of_a_silo_that_joined_under_another_name_calibrates_it(tmp_path):
+    data, hungary = write_hospitals(tmp_path, "hungary.csv")
+    folder = train_run(tmp_path / "runs", "fedavg", *data)
+    joined = call_cli("join", str(folder), str(hungary), "name=Budapest", "epochs=1", "lr=1e-3", "batch_norm=own")
+    assert joined.code == 0, joined.stderr
+    answer = call_cli("calibrate", str(find_folder(joined.stdout)), str(hungary), "--silo", "Budapest")
     assert answer.code == 0, answer.stderr
+
+
+def test_images_of_another_silo_calibrate_none(plain, tmp_path):
+    folder, _ = plain
+    path = write_photos(tmp_path / "new", list_photo_names(["south"], "xy", 6), seed=2)
+    assert call_with_mistake("calibrate", str(folder), str(path), "--silo", "north") == (
+        f"{path} has images of silo south, not north; the files of a silo are its own"
+    )
 
 
 def test_a_run_without_a_calibration_part_uses_labeled_files(plain):
@@ -153,6 +187,77 @@ def test_names_of_bad_files_cannot_control_the_terminal(plain, tmp_path):
     assert answer.code == 0, answer
     assert "skipped: " in answer.stderr
     assert "\x1b[2J" not in answer.stderr
+
+
+def predict_photos(folder: Path, photos: Path, silo: str) -> str:
+    answer = call_cli("predict", str(folder), str(photos), "--silo", silo)
+    assert answer.code == 0, answer.stderr
+    return answer.stdout
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != ".lock"}
+
+
+def test_a_reset_gives_back_the_predictions_before_and_says_what_it_removed(plain, tmp_path):
+    """With files of two silos: first one is reset, then all; the files before a reset are kept."""
+    trained, labeled = plain
+    folder = shutil.copytree(trained, tmp_path / "run")
+    for path in (*folder.glob("calibration*"), *folder.glob("held-out*")):
+        path.unlink()  # of other tests
+    files, before = read_files(folder), {s: predict_photos(folder, labeled, s) for s in ("north", "south")}
+    for silo in ("north", "south"):
+        assert call_cli("calibrate", str(folder), str(labeled), "coverage=0.8", "--silo", silo).code == 0
+        assert predict_photos(folder, labeled, silo) != before[silo]
+    calibrated, south = read_files(folder), predict_photos(folder, labeled, "south")
+    answer = call_cli("calibrate", str(folder), "--reset", "--silo", "north")
+    assert (answer.code, answer.stdout.splitlines()) == (
+        0,
+        [
+            "removed from north: calibration with coverage=0.8 risk=0.05 pooling=0, what its model predicts for 12 "
+            "examples, labeled files",
+            "the files before are kept as calibration-1.json, held-out-1.safetensors",
+        ],
+    )
+    assert predict_photos(folder, labeled, "north") == before["north"]
+    assert predict_photos(folder, labeled, "south") == south
+    for name in ("calibration.json", "held-out.safetensors"):
+        assert (folder / name.replace(".", "-1.")).read_bytes() == calibrated[name]
+    assert call_with_mistake("calibrate", str(folder), "--reset", "--silo", "north") == (
+        f"silo north of {folder} has no calibration to remove"
+    )
+    assert call_cli("calibrate", str(folder), "--reset").stdout.startswith("removed from south: calibration with ")
+    assert predict_photos(folder, labeled, "south") == before["south"]
+    assert {n: b for n, b in read_files(folder).items() if "-1." not in n and "-2." not in n} == files
+    assert call_with_mistake("calibrate", str(folder), "--reset") == f"{folder} has no calibration to remove"
+    assert call_cli("calibrate", str(folder), str(labeled), "--silo", "north").code == 0, "without --replace"
+
+
+def test_a_reset_keeps_and_restores_the_calibration_part_of_the_run(calibratable, tmp_path):
+    before = read_files(calibratable)
+    labeled = write_photos(tmp_path, [f"{i % 2}/{i}.png" for i in range(10)], (28, 28))
+    assert call_cli("calibrate", str(calibratable)).code == 0
+    assert call_cli("calibrate", str(calibratable), str(labeled), "--silo", "D1-1", "--replace").code == 0
+    answer = call_cli("calibrate", str(calibratable), "--reset")
+    assert "restored for D1-1: 20 examples, the calibration part of the run" in answer.stdout, answer
+    left = {name: content for name, content in read_files(calibratable).items() if name in before}
+    assert left == before
+    assert not RunFolder(calibratable).calibration_path.exists()
+    assert call_cli("calibrate", str(calibratable)).code == 0
+
+
+def test_a_reset_that_cannot_be_is_one_line(calibratable, tmp_path):
+    assert call_with_mistake("calibrate", str(calibratable), "coverage=0.8", "--reset") == (
+        "--reset removes a calibration and takes only --silo, not coverage=0.8"
+    )
+    assert call_with_mistake("calibrate", str(calibratable), "--replace", "--reset").endswith("not --replace")
+    assert call_cli("calibrate", str(calibratable)).code == 0
+    copy = tmp_path / "copy"
+    load(calibratable, "D1-1").save(copy)
+    assert call_with_mistake("calibrate", str(copy), "--reset") == (
+        f"the calibration is part of {RunFolder(copy).model_path}, a copy of a calibrated model; remove it from the "
+        "run, then save the copy again"
+    )
 
 
 def test_the_table_fits_80_columns_and_shares_are_not_rounded_to_all_or_nothing():

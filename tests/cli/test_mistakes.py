@@ -76,6 +76,24 @@ def test_class_folders_without_silos_hint_at_a_partitioner(tmp_path: Path) -> No
     )
 
 
+def test_a_table_without_silos_hints_at_its_column(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text("age,site,ill\n" + "".join(f"{20 + i},a,{i % 2}\n" for i in range(30)))
+    assert call_with_mistake("run", "table", f"path={path}", "label=ill", "ignore=site") == (
+        "partitioner=natural needs a source that names its silos, but table does not; set silo=<column>, or set "
+        "partitioner=dirichlet to divide rows among silos"
+    )
+
+
+@pytest.mark.parametrize("command", [["run"], ["data", "show"]])
+def test_a_path_in_place_of_a_data_set_is_named_with_what_to_write(command: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.touch()
+    for given, kind in ((path, "table"), (tmp_path, "folder")):
+        message = f"'{given}' is a path; for data of your own, write: {kind} path={given}"
+        assert call_with_mistake(*command, str(given)) == message
+
+
 def test_the_same_field_twice_is_refused_also_under_two_names() -> None:
     twice = "field 'gamma' is set twice, to 0.1 and to 0.2"
     assert call_with_mistake("run", "gamma=0.1", "codebook.gamma=0.2") == twice

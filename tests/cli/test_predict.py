@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -146,12 +147,20 @@ def test_mistakes_are_one_line_and_exit_code_2(trained, capsys, tmp_path: Path) 
     folder, new = trained
     out = tmp_path / "out.csv"
     draw_image("upper", 1).convert("RGB").save(tmp_path / "color.png")
+    comparison = tmp_path / "compare-0"
+    comparison.mkdir()
+    (comparison / RunFolder.COMPARISON_FILE).touch()
     cases = {
         (folder, new, "--silo", "nrth"): "unknown silo 'nrth'; known: north, south",
         (folder, new, "--format", "xml"): "unknown format 'xml'; known: csv, jsonl",
         (folder, new, "--samples", "0"): "samples=0 must be at least 1",
         (folder, new / "none.png"): f"{new}/none.png: no such file or folder",
         (folder, tmp_path / "missing"): f"{tmp_path}/missing: no such file or folder",
+        (folder, new, "--out", tmp_path / "out.xlsx"): (
+            f"out={tmp_path}/out.xlsx: .xlsx cannot be written; choose a name that ends in .csv or .jsonl"
+        ),
+        (comparison, new): f"{comparison} is a comparison and has no model of its own; give one of the run folders",
+        (new / "0.png", folder): f"{new}/0.png is not a model file, or it is damaged (Error while",
         (new, new): f"{new}: no such model file, and no folder with a model.safetensors",
         (folder, new / "broken.png", "--out", out): f"none of the 1 images is usable; the first: {new}/broken.png: ",
         (folder, tmp_path / "color.png", "--out", out): (
@@ -222,11 +231,39 @@ def test_new_rows_of_a_table_are_predicted_as_in_training(heart_run, capsys, tmp
     assert (model.predict(silo.test.x).labels == silo.test.y.numpy()).mean() == pytest.approx(recorded["accuracy"])
 
 
+def write_named_patients(path: Path, silo_values: Sequence[str]) -> Path:
+    """Write as many patients of Cleveland, with these texts in the column that names silos."""
+    header, *rows = write_patients(path, slice(len(silo_values))).read_text().splitlines()
+    lines = [f"{row},{value}" for row, value in zip(rows, silo_values, strict=True)]
+    path.write_text("\n".join([f"{header},dataset", *lines, ""]))
+    return path
+
+
+def test_rows_of_other_silos_are_predicted_with_a_warning(heart_run, capsys, tmp_path: Path) -> None:
+    """It may be intended, so that nothing else changes; without a silo and with rows of the silo, there is none."""
+    _, folder = heart_run
+    mixed = write_named_patients(tmp_path / "mixed.csv", ["Hungary", "Cleveland", "Switzerland", "Hungary", ""])
+    own = write_named_patients(tmp_path / "own.csv", ["Cleveland"] * 5)
+    code, out, err = predict(capsys, folder, mixed, "--silo", "Cleveland")
+    assert (code, err.splitlines()) == (
+        0,
+        [
+            "warning: 3 of 5 rows are of another silo than Cleveland by column 'dataset': Hungary (2), Switzerland (1)",
+            "5 predicted with the model of silo Cleveland",
+        ],
+    )
+    code, own_out, err = predict(capsys, folder, own, "--silo", "Cleveland")
+    assert (code, err) == (0, "5 predicted with the model of silo Cleveland\n")
+    assert [list(row.values())[1:] for row in read_csv(out)] == [list(row.values())[1:] for row in read_csv(own_out)]
+    assert "warning" not in predict(capsys, folder, mixed)[2]
+    assert "5 of 5 rows are of another silo than Hungary" in predict(capsys, folder, own, "--silo", "Hungary")[2]
+
+
 @pytest.mark.parametrize(
     ("method", "end"),
     [
         ("fedavg", ", or no silo for what all silos share"),
-        ("fine-tuning", ""),
+        ("fine-tuning", ", or no silo for what all silos share"),
         ("uefl", None),
         (TUNED, ", or no silo for what all silos share"),
     ],
@@ -256,7 +293,7 @@ def test_a_silo_that_was_left_out_of_training_has_no_model(method: str, end: str
     code, out, err = predict(capsys, folder, patients, "--silo", "auto")
     assert code == 0
     chosen = err.partition("the model of silo ")[2].strip()  # empty where the models of all silos are equal
-    assert bool(chosen) == (method in ("fine-tuning", TUNED))
+    assert bool(chosen) == (method not in ("fedavg", "uefl"))
     assert predict(capsys, folder, patients, "--silo", chosen)[1] == out, "the same draws for the uncertainty"
 
 

@@ -5,7 +5,7 @@ from zipfile import ZipFile
 
 import numpy as np
 import pytest
-from harness import call_cli, call_with_mistake, write_photos
+from harness import call_cli, call_with_mistake, write_hospitals, write_photos
 from PIL import Image
 
 from uefl.experiment.parsing import parse_experiments
@@ -84,3 +84,14 @@ def test_mistakes_are_one_line_and_exit_code_2(digits, tmp_path):
         assert "silo D1-1 has no reference" in call_with_mistake("watch", str(folder), inputs, "--silo", "D1-1")
     finally:
         (folder / "moved").rename(RunFolder(folder).held_out_path)
+
+
+def test_rows_of_other_silos_are_compared_with_a_warning(tmp_path):
+    data, hungary = write_hospitals(tmp_path, "hungary.csv")
+    (experiment,) = parse_experiments(["fedavg", *data, *TINY, "calibration_fraction=0.2"], [], "default").values()
+    folder = run(experiment, tmp_path / "runs")
+    answer = call_cli("watch", str(folder), str(hungary), "--silo", "Cleveland")
+    assert answer.code in (0, 1), answer.stderr
+    assert answer.stderr == (
+        "warning: 293 of 293 rows are of another silo than Cleveland by column 'dataset': Hungary (293)\n"
+    )

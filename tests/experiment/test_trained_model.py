@@ -126,6 +126,20 @@ def test_a_method_with_personal_parts_has_no_shared_model(name, part):
         result.model()
 
 
+def test_without_a_silo_fine_tuning_predicts_with_the_model_of_fedavg(tmp_path):
+    """Bit by bit, also from a file; with batch norm of silos' own there is no shared model."""
+    (tuned, encoder), (fedavg, _) = (train_method(make_method(name)) for name in ("fine-tuning", "fedavg"))
+    x = SILOS[1].test.x
+    expected = fedavg.model().predict(x).probabilities
+    assert (tuned.model().predict(x).probabilities == expected).all()
+    assert (tuned.model("silo 1").predict(x).probabilities != expected).any()
+    tuned.save(tmp_path)
+    assert (load(tmp_path, encoder=encoder).predict(x).probabilities == expected).all()
+    personal, _ = train_method(make_method("fine-tuning", batch_norm="personal"))
+    with pytest.raises(InputError, match=r"^fine-tuning has no model that all silos share: every silo has its own "):
+        personal.model()
+
+
 def test_the_class_prior_of_fedsr_is_not_needed_for_predictions():
     result, _ = train_method(make_method("fedsr", rounds=1, iterations=1))
     assert len(result.model().predict(SILOS[0].test.x)) == 30

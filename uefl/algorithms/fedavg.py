@@ -175,6 +175,10 @@ class FedAvg:
         """Return this method without models of silos' own, where what all silos share is a model without them."""
         return self
 
+    def make_shared_method(self) -> FedAvg:
+        """Return the method whose model all silos share, for predictions without a silo; silos may join another one."""
+        return self.without_own_models()
+
     def resume_client_state(self, net: nn.Module, client_state: Tensors) -> Tensors:
         """Return the client state with which a silo starts further rounds of a finished run."""
         del net

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -75,6 +75,10 @@ class FineTuning(FedAvg):
         if not self.has_own_models:
             return {}
         return {n: client_state.get(n, t) for n, t in received.items() if not is_codeword_tensor(n)}
+
+    def make_shared_method(self) -> FedAvg:
+        """Return FedAvg, whose model stays as it was; a silo that joins fine-tunes all weights nevertheless."""
+        return replace(self, fine_tuning_epochs=0)
 
     def resume_client_state(self, net: nn.Module, client_state: Tensors) -> Tensors:
         """Drop the fine-tuned tensors, so that further rounds start with the server's model; own models follow them."""

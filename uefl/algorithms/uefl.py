@@ -57,6 +57,9 @@ class UEFL(FineTuning):
     def without_own_models(self) -> UEFL:
         return replace(self, fine_tuning_epochs=0, group_rounds=0)
 
+    def make_shared_method(self) -> UEFL:
+        return self.without_own_models()
+
     def train_own_models(
         self, clients: Clients, server: ServerState, broadcast: Broadcast, silo_names: tuple[str, ...]
     ) -> tuple[ServerState, list[Reply]]:

@@ -14,6 +14,7 @@ from uefl.core.errors import InputError
 if TYPE_CHECKING:
     from uefl.experiment.calibration import CalibrationSettings
     from uefl.experiment.held_out import HeldOut
+    from uefl.experiment.run_folder import RunFolder
     from uefl.experiment.silo_models import SiloModels
 
 
@@ -36,6 +37,10 @@ def calibrate(
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace another calibration; the old one is kept under a new name.")
     ] = False,
+    reset: Annotated[
+        bool,
+        typer.Option("--reset", help="Remove the calibration of --silo, or of all; `uefl predict` is as before it."),
+    ] = False,
     device: DeviceOption = "cpu",
 ) -> None:
     """Calibrate a finished run, silo by silo; `uefl predict` then gives prediction sets and abstains.
@@ -50,12 +55,15 @@ def calibrate(
     least 9 examples are needed for coverage=0.9, and 45 for risk=0.05.
 
     Nothing is sent. The result is calibration.json in the folder of the run.
+    --reset removes it again, with what was stored of labeled files; the files
+    before are kept under new names.
 
     \b
     Examples:
       uefl calibrate runs/uefl-folder-… coverage=0.9 risk=0.05
       uefl calibrate runs/uefl-folder-… coverage=0.8 --replace
       uefl calibrate runs/uefl-folder-… labeled/ --silo north
+      uefl calibrate runs/uefl-folder-… --reset --silo north
     """
     from rich.console import Console
 
@@ -68,6 +76,8 @@ def calibrate(
     from uefl.experiment.run_folder import RunFolder
 
     check_device(device)
+    if reset and (given := [*(arguments or []), *(["--replace"] if replace else [])]):
+        raise InputError(f"--reset removes a calibration and takes only --silo, not {given[0]}")
     settings, label_column, paths = parse_arguments(arguments or [])
     model_file = find_model_file(run)
     if model_file.name != RunFolder.MODEL_FILE:
@@ -79,6 +89,9 @@ def calibrate(
     if silo:
         models.check_silo(silo)
     folder = RunFolder(ensure_writable_folder(model_file.parent))
+    if reset:
+        _reset(folder, models, silo)
+        return
     with folder.lock():
         held_out = dict(models.held_out)
         if paths:
@@ -114,6 +127,16 @@ def calibrate(
     console.print(f"written: {folder.calibration_path}", markup=False, soft_wrap=True)
 
 
+def _reset(folder: RunFolder, models: SiloModels, silo: str) -> None:
+    """Remove calibrations and print what was removed."""
+    from uefl.experiment.calibration_reset import remove_calibrations
+
+    with folder.lock():
+        removal = remove_calibrations(folder, models, silo)
+    for line in removal.describe():
+        typer.echo(line)
+
+
 def parse_arguments(arguments: Sequence[str]) -> tuple[CalibrationSettings, str, list[Path]]:
     """Return the settings, the column of labels and the paths; an argument that exists as a path is one."""
     from uefl.experiment.calibration import CalibrationSettings
@@ -132,7 +155,7 @@ def _hold_out_files(models: SiloModels, silo: str, paths: Sequence[Path], label_
     from uefl.experiment.inputs import read_labeled_inputs
 
     context = ReadContext(skip_bad=True, show_progress=True)
-    examples = read_labeled_inputs(paths, models.description, context, label_column)
+    examples = read_labeled_inputs(paths, models.description, silo, context, label_column)
     for line in context.skipped_messages:
         typer.echo(f"skipped: {sanitize_line(line)}", err=True)
     measurements = measure_examples(models.build(silo, device), examples.x, show_progress=True)

@@ -50,10 +50,12 @@ def show(
       uefl data show table path=own.csv label=ill silo=site
     """
     from uefl.data import PARTITIONERS, SOURCES
-    from uefl.experiment.parsing import get_assigned_value
+    from uefl.experiment.parsing import get_assigned_value, reject_path
 
     settings = add_flag_settings(assignments, skip_bad=skip_bad, strict=strict)
     partitioner = get_assigned_value(settings, "partitioner")  # it determines the defaults of the other settings
+    if dataset not in SOURCES:
+        reject_path(dataset)
     SOURCES.check_name(dataset)
     if partitioner:
         PARTITIONERS.check_name(partitioner)

@@ -12,6 +12,7 @@ import typer
 
 from uefl import __version__, cli
 from uefl.cli.argument_help import keep_argument_help
+from uefl.cli.usage_errors import UsageError, describe_usage_error, prints_help
 from uefl.core.errors import InputError, ResumableError
 
 INTERRUPTED = 130  # exit code after Ctrl-C
@@ -79,11 +80,17 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # shows progress through a pipe or in a log file too
     try:
-        app()
+        code = app(standalone_mode=False)  # else typer answers typing errors with several lines
+    except UsageError as e:
+        if prints_help(e):
+            sys.exit(2)
+        _exit(2, describe_usage_error(e))
     except InputError as e:
         _exit(2, str(e))
     except ResumableError as e:
         _exit(3, str(e))
+    except typer.Abort:
+        _exit(1, "stopped: the input has ended")
     except RuntimeError as e:
         if not _is_out_of_memory(e):
             raise
@@ -91,10 +98,9 @@ def main() -> None:
         _exit(2, f"the device is out of memory ({reason}); reduce local.batch_size or the network")
     except KeyboardInterrupt:
         _exit(INTERRUPTED, _describe_interrupt())
-    except SystemExit as e:
-        if e.code == INTERRUPTED:  # typer's answer to Ctrl-C
-            _exit(INTERRUPTED, _describe_interrupt())
-        raise
+    if code == INTERRUPTED:  # typer's answer to Ctrl-C
+        _exit(INTERRUPTED, _describe_interrupt())
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _describe_interrupt() -> str:

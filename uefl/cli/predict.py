@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,6 +75,7 @@ def predict(
     from uefl.data.readers.context import ReadContext
     from uefl.data.readers.unlabeled_files import list_table_files, list_unlabeled_files
     from uefl.engines.choosing import check_device
+    from uefl.experiment.inputs import find_silo_column
     from uefl.experiment.loading import open_models
     from uefl.experiment.prediction_rows import (
         choose_format,
@@ -94,9 +96,11 @@ def predict(
     if silo and silo != AUTO:
         models.check_silo(silo)
     if input_format.table:
-        table_rows = read_table_inputs(list_table_files(inputs, context), input_format, context)
+        column = find_silo_column(models.description, silo).column
+        table_rows = read_table_inputs(list_table_files(inputs, context), input_format, context, column)
         silo = _choose_silo(models, table_rows.probes, device) if silo == AUTO else silo
         model = models.build(silo, device)
+        _warn_other_silos(models, model.silo_name, table_rows.silo_values)
         rows = predict_table_rows(model, table_rows, context, mc_samples=samples, seed=seed)
     elif input_format.is_image:
         files = list_unlabeled_files(inputs, context)
@@ -122,6 +126,15 @@ def _choose_silo(models: SiloModels, probes: Tensor, device: str) -> str:
     choice = choose_silo(models, probes, device)
     typer.echo(choice.describe(), err=True)
     return choice.silo_name
+
+
+def _warn_other_silos(models: SiloModels, silo: str, silo_values: Sequence[str]) -> None:
+    """Count the rows that name another silo than the one whose model is used; that may be intended."""
+    from uefl.data.readers.context import sanitize_line
+    from uefl.experiment.inputs import find_silo_column
+
+    if silo and (line := find_silo_column(models.description, silo).describe_others(silo_values)):
+        typer.echo(f"warning: {sanitize_line(line)}", err=True)
 
 
 def _report(context: ReadContext, count: int, owner: str, out: Path | None) -> None:

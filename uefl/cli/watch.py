@@ -78,7 +78,9 @@ def watch(
     path = figure or model_file.parent / f"watch-{quote(silo, safe=' ')}.png"
     ensure_writable_folder(path.parent)
     context = ReadContext(skip_bad=True, show_progress=True)
-    x = read_inputs(inputs, models.description.input_format, context)
+    x = read_inputs(inputs, models.description, silo, context)
+    for line in context.warnings:
+        typer.echo(f"warning: {sanitize_line(line)}", err=True)
     for line in context.skipped_messages:
         typer.echo(f"skipped: {sanitize_line(line)}", err=True)
     report = watch_silo(models, silo, x, level=level, looks=looks, device=device)

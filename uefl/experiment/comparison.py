@@ -26,7 +26,7 @@ from uefl.experiment.run import run
 from uefl.experiment.run_folder import RunFolder
 
 FEDAVG_NO_LAYER_NORM = "fedavg, no layer norm"
-COMPARISON_FILE = "compare.json"  # the names of the compared runs, in the folder of a comparison
+COMPARISON_FILE = RunFolder.COMPARISON_FILE
 
 
 def add_fedavg_no_layer_norm(experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:

@@ -14,6 +14,7 @@ from uefl.data.images import resize_images
 from uefl.data.input_format import InputFormat
 from uefl.data.readers.context import ReadContext
 from uefl.data.readers.labeled_files import index_known_classes
+from uefl.data.readers.silo_column import SiloColumn
 from uefl.data.readers.table import read_labeled_table
 from uefl.data.readers.unlabeled_files import list_table_files, list_unlabeled_files
 from uefl.data.sources import read_images
@@ -23,11 +24,20 @@ from uefl.experiment.prediction_rows import decode_file, read_table_inputs
 from uefl.experiment.settings import from_dict
 from uefl.experiment.silo_models import Description
 
+PARTITIONERS_BY_COLUMN = ("natural", "leave-one-domain-out")  # their silos, or domains, are values of the silo column
 
-def read_inputs(paths: Sequence[Path], input_format: InputFormat, context: ReadContext) -> Tensor:
-    """Read images, or rows of tables, as a model takes them; `context` collects a line for each bad one."""
+
+def read_inputs(paths: Sequence[Path], description: Description, silo_name: str, context: ReadContext) -> Tensor:
+    """Read images, or rows of tables, as a silo's model takes them; `context` collects a line for each bad one.
+
+    Rows that name other silos are read too; `context` has a warning about them.
+    """
+    input_format = description.input_format
     if input_format.table:
-        return read_table_inputs(list_table_files(paths, context), input_format, context).x
+        column = find_silo_column(description, silo_name)
+        rows = read_table_inputs(list_table_files(paths, context), input_format, context, column.column)
+        context.warnings += filter(None, [column.describe_others(rows.silo_values)])
+        return rows.x
     _require_images(input_format)
     files = list_unlabeled_files(paths, context)
     decoded = [
@@ -40,26 +50,46 @@ def read_inputs(paths: Sequence[Path], input_format: InputFormat, context: ReadC
 
 
 def read_labeled_inputs(
-    paths: Sequence[Path], description: Description, context: ReadContext, label_column: str = ""
+    paths: Sequence[Path], description: Description, silo_name: str, context: ReadContext, label_column: str = ""
 ) -> Examples:
-    """Read images in folders of their class, or tables with a label column, with the labels of the model."""
+    """Read a silo's images in folders of their class, or tables with a label column, with the labels of the model."""
     input_format = description.input_format
     if input_format.table:
         config = _find_table_config(description, label_column)
         table = TableFormat.from_json(input_format.table)
-        pieces = [read_labeled_table(path, table, config, description.class_names, context) for path in paths]
+        silo_column = find_silo_column(description, silo_name)
+        pieces = [
+            read_labeled_table(path, table, config, description.class_names, context, silo_column) for path in paths
+        ]
         return concatenate_examples([p._replace(x=input_format.convert(p.x)) for p in pieces])
     _require_images(input_format)
-    return concatenate_examples([_read_labeled_images(path, description, context) for path in paths])
+    return concatenate_examples([_read_labeled_images(path, description, silo_name, context) for path in paths])
 
 
-def _read_labeled_images(path: Path, description: Description, context: ReadContext) -> Examples:
+def find_silo_column(description: Description, silo_name: str) -> SiloColumn:
+    """Return the column that named silos in training, and which of its values mean this silo and which others."""
+    data, domains = description.origin.get("data", {}), description.origin.get("domains", {})
+    own = {silo_name, domains.get(silo_name, silo_name)}
+    facts = description.silos.get(silo_name)
+    return SiloColumn(
+        str((data.get("table") or {}).get("silo", "")),
+        silo_name,
+        frozenset(own),
+        frozenset({*description.silo_names, *domains.values()} - own),
+        data.get("partitioner") in PARTITIONERS_BY_COLUMN and not (facts and facts.has_joined),
+    )
+
+
+def _read_labeled_images(path: Path, description: Description, silo_name: str, context: ReadContext) -> Examples:
     input_format = description.input_format
     size = input_format.shape[-1]
     image_size = size if input_format.resizing == "reading" else None
     images = read_images("folder", str(path), skip_bad=True, image_size=image_size, is_one_silo=True)
     if len(images.silos) > 1:
         raise InputError(f"{path} has the silos {', '.join(images.silos)}; give the folder of one silo: <class>/…")
+    others = set(description.silo_names) - {silo_name}
+    if other := next((name for name in images.silos if name in others), ""):
+        raise InputError(f"{path} has images of silo {other}, not {silo_name}; the files of a silo are its own")
     context.skipped_messages += [note for note in images.notes if "skipped" in note]
     x = resize_images(images.x, size) if input_format.resizing == "decoded" else images.x
     y = index_known_classes(path, images.classes, description.class_names)[images.y]

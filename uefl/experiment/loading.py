@@ -53,4 +53,8 @@ def find_model_file(path: Path) -> Path:
         return folder.model_path
     if folder.has_header:
         raise InputError(f"{path} is unfinished and has no model; run the original command again to resume it")
+    if (path / RunFolder.COMPARISON_FILE).is_file():
+        raise InputError(
+            f"{path} is a comparison and has no model of its own; give one of the run folders that `uefl compare` named"
+        )
     raise InputError(f"{path}: no such model file, and no folder with a {folder.MODEL_FILE}")

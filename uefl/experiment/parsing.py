@@ -81,13 +81,18 @@ def get_assigned_value(assignments: Sequence[str], name: str) -> str:
     return next((a.removeprefix(f"{name}=") for a in assignments if a.startswith(f"{name}=")), "")
 
 
+def reject_path(name: str) -> None:
+    """Raise an error that says how to write a path that was given in place of a data set."""
+    if Path(name).exists():
+        kind = "table" if Path(name).suffix == ".csv" else "folder"
+        raise InputError(f"'{name}' is a path; for data of your own, write: {kind} path={name}")
+
+
 def _parse_names(names: Sequence[str]) -> tuple[list[str], str]:
     """Return methods and data set; without a data set, the embedded one."""
     for name in names:
         if not (name in METHODS or name in SOURCES):
-            if Path(name).exists():
-                kind = "table" if Path(name).suffix == ".csv" else "folder"
-                raise InputError(f"'{name}' is a path; for data of your own, write: {kind} path={name}")
+            reject_path(name)
             raise InputError(
                 f"'{name}' is neither a method ({', '.join(METHODS)}), nor a data set ({', '.join(SOURCES)}), "
                 "nor field=value"

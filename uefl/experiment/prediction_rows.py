@@ -23,6 +23,7 @@ from uefl.experiment.files import make_temporary_path, replace_file
 from uefl.experiment.trained_model import Predictions, TrainedModel
 
 FORMATS = ("csv", "jsonl")
+OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".parquet")  # a CSV file of such a name cannot be opened by its program
 COLUMNS = ("file", "label", "probability", "predictive_entropy", "mutual_information")
 SET_SEPARATOR = "|"  # of classes in CSV, since their names may contain spaces
 NUM_PROBES = 256  # inputs by which a silo is chosen
@@ -34,6 +35,7 @@ class TableInputs(NamedTuple):
 
     names: list[str]
     x: Tensor
+    silo_values: list[str]  # what each row has in the column that names silos, or empty texts
 
     @property
     def probes(self) -> Tensor:
@@ -73,23 +75,26 @@ def predict_table_rows(
         yield from make_rows(rows.names[s], model.predict_batch(rows.x[s], i, mc_samples, seed))
 
 
-def read_table_inputs(files: Sequence[UnlabeledFile], input_format: InputFormat, context: ReadContext) -> TableInputs:
+def read_table_inputs(
+    files: Sequence[UnlabeledFile], input_format: InputFormat, context: ReadContext, silo_column: str = ""
+) -> TableInputs:
     """Read CSV files in the format of the training rows; `context` collects a line for each bad row and bad file."""
-    table, names, pieces, errors = TableFormat.from_json(input_format.table), [], [], []
+    table, names, silo_values, pieces, errors = TableFormat.from_json(input_format.table), [], [], [], []
     for file in context.track_progress(files, "reading", len(files)):
         try:
-            rows = parse_table(file.name, file.read(), table)
+            rows = parse_table(file.name, file.read(), table, silo_column)
         except InputError as e:
             errors.append(str(e))
             continue
         names += [f"{file.name}:{line}" for line in rows.lines]
+        silo_values += rows.silo_values
         pieces.append(rows.x)
         context.skipped_messages += rows.skipped
     if not pieces:
         several = f"none of the {len(errors)} tables is usable; the first: " if len(errors) > 1 else ""
         raise InputError(f"{several}{errors[0]}")
     context.skipped_messages += errors
-    return TableInputs(names, input_format.convert(torch.cat(pieces)))
+    return TableInputs(names, input_format.convert(torch.cat(pieces)), silo_values)
 
 
 def decode_file(file: UnlabeledFile, input_format: InputFormat, context: ReadContext) -> Tensor | None:
@@ -133,6 +138,8 @@ def choose_format(name: str, out: Path | None) -> str:
     """Return the format by its name or, without one, by the suffix of the file; CSV by default."""
     if name and name not in FORMATS:
         raise unknown_value_error("format", name, FORMATS)
+    if out is not None and out.suffix.lower() in OTHER_FORMATS:
+        raise InputError(f"out={out}: {out.suffix} cannot be written; choose a name that ends in .csv or .jsonl")
     return name or ("jsonl" if out is not None and out.suffix.lower() in (".jsonl", ".ndjson", ".json") else "csv")
 
 

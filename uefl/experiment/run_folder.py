@@ -33,6 +33,7 @@ class RunFolder:
     HELD_OUT_FILE = "held-out.safetensors"  # what the models predict for the calibration examples of silos
     CALIBRATION_FILE = "calibration.json"  # temperatures and thresholds that `uefl calibrate` found
     FIGURE_FILE = "figure.png"
+    COMPARISON_FILE = "compare.json"  # the names of the compared runs, in the folder of a comparison
     SILOS_FIGURE_FILE = "silos.png"  # of a comparison
     SUMMARY_FILE = "summary.json"  # written last: it marks a finished run
     LOCK_FILE = ".lock"

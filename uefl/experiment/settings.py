@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, fields, is_dataclass, replace
 from functools import reduce
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.errors import InputError, suggest_name, unknown_value_error
 from uefl.core.field_rules import abbreviate_bounds
 
 T = TypeVar("T")
@@ -121,9 +120,7 @@ def _find_path(settings: Any, name: str) -> FieldPath:
     names = sorted({path[-1] for path in paths if group and path[-len(group) - 1 : -1] == group})
     names = names or sorted({path[-1] for path in paths})
     endings = {".".join(path[-len(group) - 1 :]) for path in paths}
-    close = difflib.get_close_matches(name, sorted(endings), 1)
-    hint = f" (did you mean '{close[0]}'?)" if close else ""
-    raise InputError(f"unknown field '{name}'{hint}; known: {', '.join(names)}")
+    raise InputError(f"unknown field '{name}'{suggest_name(name, endings)}; known: {', '.join(names)}")
 
 
 def _find_column_path(settings: Any, name: str) -> FieldPath:

@@ -97,7 +97,8 @@ class SiloModels:
         try:
             flat, metadata = load_tensors(path)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as e:
-            raise InputError(f"{path} is not a model file, or it is damaged ({e})") from None
+            reason = str(e).removeprefix(f"{path} is damaged (").removesuffix(")")
+            raise InputError(f"{path} is not a model file, or it is damaged ({reason})") from None
         check_results_format(metadata, path)
         if "description" not in metadata:
             raise InputError(f"{path} lacks what predictions need: an earlier version wrote it; train again")
@@ -129,7 +130,14 @@ class SiloModels:
 
     def without_own_models(self) -> SiloModels:
         """Return what the same run has without models of silos' own, with which silos join and none is needed."""
-        method = self.method.without_own_models()
+        return self._reduce_to(self.method.without_own_models())
+
+    def select_shared(self) -> SiloModels:
+        """Return what predictions without a silo use: the shared model, as the rounds left it."""
+        return self._reduce_to(self.method.make_shared_method())
+
+    def _reduce_to(self, method: FedAvg) -> SiloModels:
+        """Return the models of a method that leaves out parts of silos' own."""
         if method == self.method:
             return self
         names = set(method.personal_tensor_names(self.template))
@@ -197,7 +205,7 @@ class SiloModels:
     def build(self, silo_name: str = "", device: str = "cpu") -> TrainedModel:
         """Return the model of a silo; without a name, that of the silo's copy, or the one that all silos share."""
         silo_name = silo_name or self.description.owner
-        if not silo_name and (shared := self.without_own_models()) is not self:
+        if not silo_name and (shared := self.select_shared()) is not self:
             return shared.build("", device)
         row = self._get_access_row(silo_name) if silo_name else self._get_shared_row()
         if row.numel() and not row.any():
@@ -235,7 +243,7 @@ class SiloModels:
     def check_silo(self, silo_name: str) -> None:
         """Raise an error that names the silos unless one has this name and a model."""
         if any(silo_name in (name, name.removesuffix(HELD_OUT_SUFFIX)) for name in self._list_left_out()):
-            shared = "" if self.without_own_models().personal_names else ", or no silo for what all silos share"
+            shared = "" if self.select_shared().personal_names else ", or no silo for what all silos share"
             raise InputError(
                 f"silo '{silo_name}' was left out of training, so it has no model of its own; use `--silo auto` for "
                 f"the silo that fits the inputs best{shared}"

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 def partition_natural(config: DataConfig, images: Images, seed: int) -> list[Partition]:
     """Give every silo its own images; a silo without test images holds out a fraction of its training images."""
     if images.silo_ids is None:
+        remedy, what = ("set silo=<column>", "rows") if images.table else ("arrange images as <silo>/<class>/", "them")
         raise InputError(
-            f"partitioner=natural needs a source that names its silos, but {images.name} does not; arrange images as "
-            "<silo>/<class>/, or set partitioner=dirichlet to divide them among silos"
+            f"partitioner=natural needs a source that names its silos, but {images.name} does not; {remedy}, or set "
+            f"partitioner=dirichlet to divide {what} among silos"
         )
     indices, names = shuffle_indices(images, seed), images.silos
     shifts = config.shifts * len(names) if len(config.shifts) == 1 else config.shifts

@@ -34,6 +34,7 @@ class ReadContext:
     is_one_silo: bool = False  # of several, each with a source of its own: other silos may have further labels
     skipped_messages: list[str] = field(default_factory=list)
     note_counts: Counter[str] = field(default_factory=Counter)
+    warnings: list[str] = field(default_factory=list)  # about what was read nevertheless
 
     def skip_or_raise(self, line: str) -> None:
         """Raise an error for a bad item, or skip and count it with `skip_bad`."""

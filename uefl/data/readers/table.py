@@ -20,6 +20,7 @@ from uefl.data.readers.context import ReadContext, sanitize_line
 from uefl.data.readers.csv_rows import CsvRow, CsvTable, check_one_silo, parse_csv, read_csv
 from uefl.data.readers.labeled_files import index_known_classes, index_names
 from uefl.data.readers.manifest import SPLIT_NAMES
+from uefl.data.readers.silo_column import SiloColumn
 from uefl.data.sources import Source
 from uefl.data.table_config import TableConfig, parse_column_values, parse_scale
 from uefl.data.table_format import (
@@ -44,6 +45,7 @@ class TableRows(NamedTuple):
     x: Tensor  # [n, f] features
     lines: list[int]  # line of the file in which each row ends
     skipped: list[str]  # one line per row that could not be used, and why
+    silo_values: list[str]  # what each row has in the column that names silos; empty texts without such a column
 
 
 def read_table(path: Path, table: TableFormat) -> TableRows:
@@ -52,37 +54,54 @@ def read_table(path: Path, table: TableFormat) -> TableRows:
     return _encode_rows(read_csv(path, _list_names(table), context), table, context)
 
 
-def parse_table(path: str, data: bytes, table: TableFormat) -> TableRows:
+def parse_table(path: str, data: bytes, table: TableFormat, silo_column: str = "") -> TableRows:
     """Parse the bytes of a table as `read_table` does; its path is for messages."""
     context = ReadContext(skip_bad=True)
-    return _encode_rows(parse_csv(path, data, _list_names(table), context), table, context)
+    return _encode_rows(parse_csv(path, data, _list_names(table), context), table, context, silo_column)
 
 
 def _list_names(table: TableFormat) -> list[str]:
     return [column.name for column in table.columns]
 
 
-def _encode_rows(csv_table: CsvTable, table: TableFormat, context: ReadContext) -> TableRows:
+def _encode_rows(csv_table: CsvTable, table: TableFormat, context: ReadContext, silo_column: str = "") -> TableRows:
     values, rows = _parse_values(csv_table, csv_table.rows, table, context)
     skipped = [sanitize_line(message) for message in context.skipped_messages]
     if not rows:
         raise InputError(f"{csv_table.path}: none of the {len(csv_table.rows)} rows is usable; the first: {skipped[0]}")
-    return TableRows(table.encode(values), [row.line for row in rows], skipped)
+    silo_values = [row.cells.get(silo_column, "").strip() for row in rows]
+    return TableRows(table.encode(values), [row.line for row in rows], skipped, silo_values)
 
 
 def read_labeled_table(
-    path: Path, table: TableFormat, config: TableConfig, classes: Sequence[str], context: ReadContext
+    path: Path,
+    table: TableFormat,
+    config: TableConfig,
+    classes: Sequence[str],
+    context: ReadContext,
+    silo_column: SiloColumn,
 ) -> Examples:
-    """Read new rows with their labels, in the format of the training rows; `context` collects rows without use."""
+    """Read new rows of a silo with their labels, in the format of the training; `context` collects rows without use."""
     csv_table = read_csv(path, [*(column.name for column in table.columns), config.label], context)
-    if config.silo:
-        check_one_silo(path, csv_table, config.silo)
+    if silo_column.column:
+        check_own_rows(path, csv_table, silo_column)
     labeled = _select_usable_rows(csv_table, replace(config, silo="", split=""), "", context)
     values, rows = _parse_values(csv_table, labeled, table, context)
     if not rows:
         raise InputError(f"{path}: none of the {len(csv_table.rows)} rows is usable")
     names, y = _make_labels(rows, config, is_one_silo=True)
     return Examples(table.encode(values), index_known_classes(path, names, classes)[y])
+
+
+def check_own_rows(path: Path, csv_table: CsvTable, silo_column: SiloColumn) -> None:
+    """Refuse a table whose column names several silos, or another one; a table without this column is accepted."""
+    check_one_silo(path, csv_table, silo_column.column)
+    for row in csv_table.rows:
+        if silo_column.is_other(value := row.cells.get(silo_column.column, "").strip()):
+            raise InputError(
+                f"{path}: column '{silo_column.column}' names silo {value}, not {silo_column.silo_name}; give rows of "
+                f"{silo_column.silo_name}, or leave the column out if they are"
+            )
 
 
 def read_training_table(name: str, path: Path, context: ReadContext) -> Images:
