@@ -165,7 +165,7 @@ class StackedEngine(SerialEngine):
         self.net.eval()
         extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
         local_sums = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
-        tensors = self._store_client_states(method, buffers, broadcasts, client_states)
+        stored, tensors = self._unpack_buffers(method, buffers, broadcasts, client_states)
         sent = [({}, {}) if broadcast.is_personal else method.pack_reply(*pair) for pair in zip(tensors, extras)]
         received_bytes, sent_bytes = stack.received_bytes(), [sum(map(size_in_bytes, pair)) for pair in sent]
         finite = find_finite_rows(buffers.stack.client_tensors, len(names))  # the host waits for the device from here
@@ -185,6 +185,8 @@ class StackedEngine(SerialEngine):
             )
             for i, name in enumerate(names)
         ]
+        # Only now: if memory had ended above, silos would train again, from the state that they had.
+        self.client_states.update(stored)
         return signature, replies
 
     def _query_clients(
@@ -469,24 +471,25 @@ class StackedEngine(SerialEngine):
                 extras[row], client_states[row] = ({n: t[i] for n, t in tensors.items()} for tensors in results)
         return extras, client_states
 
-    def _store_client_states(
+    def _unpack_buffers(
         self, method: Method, buffers: DeviceBuffers, broadcasts: Sequence[Broadcast], client_states: Sequence[Tensors]
-    ) -> Sequence[Tensors]:
-        """Store each silo's client state and return the tensors of its reply."""
+    ) -> tuple[dict[str, Tensors], Sequence[Tensors]]:
+        """Return each silo's client state by its name, and the tensors of its reply."""
         all_names = set(buffers.stack.client_tensors)
         local_names = all_names if broadcasts[0].is_personal else set(method.client_state_names(self.net))
         access_rows = {name: row for b in broadcasts for name, row in zip(b.silo_names, b.access)}
         trained = {n: t.detach() for n, t in buffers.stack.client_tensors.items()}
-        stored = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}
+        copied = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}
         num_silos = len(buffers.stack.silo_names)
-        stored_rows, local_rows = (
-            unstack_tensors(tensors, num_silos) for tensors in (stored, {n: trained[n].clone() for n in local_names})
+        copied_rows, local_rows = (
+            unstack_tensors(tensors, num_silos) for tensors in (copied, {n: trained[n].clone() for n in local_names})
         )
+        stored: dict[str, Tensors] = {}
         for i, name in enumerate(buffers.stack.silo_names):
-            self.client_states[name] = {**stored_rows[i], **client_states[i], **local_rows[i]}
+            stored[name] = {**copied_rows[i], **client_states[i], **local_rows[i]}
             if not method.local.reset_optimizer:
-                self.client_states[name][OPTIMIZER_CODEWORDS] = list_codeword_indices(access_rows[name])
-        return pack_tensors({n: t for n, t in trained.items() if n not in local_names}, num_silos)
+                stored[name][OPTIMIZER_CODEWORDS] = list_codeword_indices(access_rows[name])
+        return stored, pack_tensors({n: t for n, t in trained.items() if n not in local_names}, num_silos)
 
     # --- evaluation and other queries -------------------------------------------------------------------------------
 
