@@ -240,6 +240,7 @@ class StackedEngine(SerialEngine):
                         self._load_stack(stack.silo_names)
                     replies = run_stack(stack)
                     done.update(stack.silo_names)
+                    stack = None  # frees its memory, and if the next one cannot be made, this one is not too large
                     yield from replies
             except torch.OutOfMemoryError:  # of a step, or of the stack itself
                 num_left = sum(name not in done for broadcast in broadcasts for name in broadcast.participants)
