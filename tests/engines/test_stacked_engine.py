@@ -233,7 +233,7 @@ def test_a_stack_that_cannot_be_made_is_split_also_after_a_stack_of_one_silo(mon
     torch.testing.assert_close(server.model_state, expected.model_state)
 
 
-@pytest.mark.parametrize("place", ["_load_stack"])
+@pytest.mark.parametrize("place", ["_load_stack", "_move_examples"])
 def test_images_that_do_not_fit_are_an_input_error(place, monkeypatch):
     def fail(*_args):
         raise torch.OutOfMemoryError("simulated")

@@ -79,18 +79,18 @@ class StackedEngine(SerialEngine):
         use_compiler: bool = False,
         **settings: Any,
     ) -> None:
-        super().__init__(silos, net, **settings)
-        if has_torch_dropout(self.net):
-            raise InputError("engine=stacked does not support torch's Dropout; use uefl's Dropout or engine=serial")
-        self.max_stack_size = max_stack_size
-        self._is_lazy = any(is_lazy(silo.train.x) for silo in self.silos.values())
-        # A captured graph reads from one place, but the examples of lazy silos are loaded anew for every stack.
-        self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda" and not self._is_lazy
+        self._is_lazy = any(is_lazy(silo.train.x) for silo in silos)
         try:
+            super().__init__(silos, net, **settings)
             self._load_stack([*self.silos][:1] if self._is_lazy else [*self.silos])
         except torch.OutOfMemoryError:
             hint = "use fewer images per silo" if self._is_lazy else "use lazy=true, or fewer images per silo"
             raise InputError(f"the silos' images do not fit into the memory of {self.device}; {hint}") from None
+        if has_torch_dropout(self.net):
+            raise InputError("engine=stacked does not support torch's Dropout; use uefl's Dropout or engine=serial")
+        self.max_stack_size = max_stack_size
+        # A captured graph reads from one place, but the examples of lazy silos are loaded anew for every stack.
+        self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda" and not self._is_lazy
         self._mapper = SiloMapper(self.net, self.public.x, self.matmul_precision)
         self._trainable_names = self._mapper.trainable_names
         x = next(iter(self.silos.values())).test.x
