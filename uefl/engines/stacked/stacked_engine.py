@@ -133,10 +133,10 @@ class StackedEngine(SerialEngine):
         self._buffers.clear()
         if self._compiler:
             self._compiler.release()
-        with CAPTURE_LOCK:
+        with CAPTURE_LOCK:  # torch keeps cached memory while another thread captures
             gc.collect()  # buffers and the graphs captured on them refer to each other
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _fit_clients(self, method: Method, broadcasts: Sequence[Broadcast], *, evaluate: bool) -> Iterator[Reply]:
         """Train the participants of one round of one server, or of several servers."""
