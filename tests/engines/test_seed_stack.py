@@ -19,6 +19,7 @@ from uefl.core.federation import Silo
 from uefl.core.kmeans import kmeans_batch
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked import two_part_tasks
+from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
 from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment.rounds import iterate_rounds
@@ -156,6 +157,29 @@ def test_a_seed_behind_the_others_catches_up_with_the_same_result():
     stack.run([partial(run_seed, 0, 3), partial(run_seed, 3, 0)])
     for seed in (0, 3):
         assert_close(servers[seed].model_state, run_alone(method, seed)[0].model_state)
+
+
+def test_captured_steps_are_kept_whichever_seed_asks_first(monkeypatch):
+    """A study makes a method for every seed; they are equal, but functions of two objects never are."""
+    stack, losses = SeedStack(dtype=torch.float64), []
+    copy_stack, wait_for_requests = DeviceBuffers.copy_stack, SeedStack._wait_for_requests
+
+    def record_losses(buffers: DeviceBuffers, clients: Any, updates: Any, lr: float) -> None:
+        losses.append([update.loss for update in updates])
+        copy_stack(buffers, clients, updates, lr)
+
+    def sort_requests(stack: SeedStack) -> Any:
+        return dict(sorted(wait_for_requests(stack).items(), key=lambda r: r[0].seed, reverse=len(losses) % 2 > 0))
+
+    def run_seed(seed: int) -> None:
+        method = make_short_method(FedAvg)
+        run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed))
+
+    monkeypatch.setattr(DeviceBuffers, "copy_stack", record_losses)
+    monkeypatch.setattr(SeedStack, "_wait_for_requests", sort_requests)
+    stack.run([partial(run_seed, seed) for seed in SEEDS])
+    assert len(losses) > 2
+    assert all(of_round == losses[0] for of_round in losses)
 
 
 def test_work_for_later_is_done_while_the_device_trains(monkeypatch):

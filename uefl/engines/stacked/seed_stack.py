@@ -283,6 +283,7 @@ class SeedStackEngine(StackedEngine):
         self._numbers = {member: number for number, member in enumerate(members)}
         self._owners = {self._label(m, silo.name): (m, silo.name) for m in members for silo in m.silos}
         silos = [replace(silo, name=self._label(m, silo.name)) for m in members for silo in m.silos]
+        self._methods: list[Method] = []  # of all seeds; equal ones once
         self._stateless: list[Method] = []  # methods whose clients have no state
         super().__init__(silos, members[0].net, **settings)
 
@@ -298,12 +299,18 @@ class SeedStackEngine(StackedEngine):
             broadcasts.append(own.broadcast._replace(silo_names=names, participants=participants))
             self.client_states.update({self._label(clients, n): s for n, s in clients.client_states.items()})
         replies: dict[SeedClients, list[Reply]] = {clients: [] for clients in requests}
-        for reply in self._run(request, broadcasts):
+        for reply in self._run(request._replace(method=self._get_first_equal(request.method)), broadcasts):
             clients, name = self._owners[reply.silo_name]
             replies[clients].append(reply._replace(silo_name=name))
             if reply_state := self.client_states.get(reply.silo_name):
                 clients.client_states[name] = reply_state
         return replies
+
+    def _get_first_equal(self, method: Method) -> Method:
+        """Return one object for all equal methods: captured steps are those of an object's functions."""
+        if method not in self._methods:
+            self._methods.append(method)
+        return self._methods[self._methods.index(method)]
 
     def _run(self, request: Request, broadcasts: Sequence[Broadcast]) -> Iterator[Reply]:
         if not request.task:
