@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -104,6 +106,26 @@ def test_an_error_in_one_stack_stops_the_other():
     with pytest.raises(OSError, match="no space left"):
         run_together([(s, [partial(run_seed, s, seed)]) for s, seed in zip(stacks, (0, 3))])
     assert (0, method.total_rounds) not in rounds
+    assert threading.active_count() == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows sends no signal to a thread")
+def test_ctrl_c_waits_for_the_seeds_of_all_stacks():
+    """The first stack has ended; a seed of the other one is amid its files."""
+    first, second = (SeedStack(locks=locks) for locks in [make_locks()] * 2)
+    has_ended, written = threading.Event(), []
+
+    def write_files() -> None:
+        with second.yield_turn():
+            assert has_ended.wait(20)
+            time.sleep(0.3)  # until the first stack has ended, too
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.5)
+            written.append("checkpoint")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_together([(first, [has_ended.set]), (second, [write_files])])
+    assert written == ["checkpoint"]
     assert threading.active_count() == 1
 
 

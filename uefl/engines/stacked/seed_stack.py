@@ -244,6 +244,7 @@ def run_together(stacks: Sequence[tuple[SeedStack, Sequence[Callable[[], None]]]
     The first error stops all of them.
     """
     errors: list[BaseException] = []
+    have_ended = threading.Semaphore(0)
 
     def run_stack(stack: SeedStack, seeds: Sequence[Callable[[], None]]) -> None:
         try:
@@ -252,19 +253,24 @@ def run_together(stacks: Sequence[tuple[SeedStack, Sequence[Callable[[], None]]]
             errors.append(error)
             for other, _ in stacks:
                 other.stop()
+        finally:
+            have_ended.release()
 
     threads = [threading.Thread(target=run_stack, args=pair, daemon=True) for pair in stacks[1:]]
     for thread in threads:
         thread.start()
     run_stack(*stacks[0])  # in this thread, which notices Ctrl-C
     try:
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(timeout=1.0)
+        for _ in stacks:  # Ctrl-C in a thread's `join` would let the thread count as ended
+            while not have_ended.acquire(timeout=1.0):
+                pass
     except BaseException:
         for stack, _ in stacks:
             stack.stop()
         raise
+    finally:
+        for thread in threads:
+            thread.join()  # until its seeds have written completed rounds
     if errors:
         raise errors[0]
 
