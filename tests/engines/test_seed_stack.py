@@ -204,6 +204,15 @@ def test_captured_steps_are_kept_whichever_seed_asks_first(monkeypatch):
     assert all(of_round == losses[0] for of_round in losses)
 
 
+def test_seeds_on_a_cpu_never_touch_a_gpu(monkeypatch):
+    def fail(*_args: Any) -> None:
+        raise AssertionError("initializes CUDA where there is a GPU")
+
+    monkeypatch.setattr(torch.cuda, "stream", fail)
+    monkeypatch.setattr(torch.cuda, "current_stream", fail)
+    assert set(run_stacked(make_short_method(FedAvg), SEEDS)) == set(SEEDS)
+
+
 def test_work_for_later_is_done_while_the_device_trains(monkeypatch):
     """Both seeds work after the steps of a round are queued, and before the round ends with replies."""
     method, stack = replace(make_short_method(FedAvg), rounds=1, iterations=1), SeedStack(dtype=torch.float64)
@@ -262,3 +271,25 @@ def test_on_cuda_each_seed_equals_its_run_alone(name):
 def test_on_cuda_seeds_of_two_stacks_at_the_same_time_equal_their_runs_alone(name):
     method = METHODS_TO_STACK[name]
     assert_equals_runs_alone(method, run_in_two_stacks(method, ((0, 3), (4, 7)), device="cuda"), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_all_threads_of_a_stack_use_the_queue_of_the_first():
+    queues = []
+
+    class Listener(SeedStack):
+        def _answer(self, requests: Any) -> None:
+            queues.append(torch.cuda.current_stream())
+            super()._answer(requests)
+
+    def run_seed(seed: int) -> None:
+        queues.append(torch.cuda.current_stream())
+        run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed))
+
+    method = make_short_method(FedAvg)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected, stack = torch.cuda.current_stream(), Listener(dtype=torch.float64, device="cuda")
+        stack.run([partial(run_seed, seed) for seed in SEEDS])
+    assert len(queues) > 2
+    assert all(queue == expected for queue in queues)

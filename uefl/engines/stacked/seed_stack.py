@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -97,7 +97,9 @@ class SeedStack:
     def __init__(self, *, locks: SharedLocks | None = None, own_stream: bool = False, **engine_settings: Any) -> None:
         self.device = torch.device(engine_settings.get("device", "cpu"))
         self._engine_settings = engine_settings
-        self._stream = get_second_stream(self.device) if own_stream and self.device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None  # of the device: all threads of a stack use the same queue
+        if self.device.type == "cuda":
+            self._stream = get_second_stream(self.device) if own_stream else torch.cuda.current_stream(self.device)
         self._lock = threading.Lock()  # of what follows, except the turn
         self._requested = threading.Condition(self._lock)  # the main thread waits for it
         self._answered = threading.Condition(self._lock)  # the threads of seeds wait for it
@@ -133,7 +135,7 @@ class SeedStack:
         self._running = len(threads)
         for thread in threads:
             thread.start()
-        with torch.cuda.stream(self._stream):
+        with self._use_stream():
             try:
                 while requests := self._wait_for_requests():
                     self._answer(requests)
@@ -173,11 +175,15 @@ class SeedStack:
         finally:
             self._turn.acquire()
 
+    def _use_stream(self) -> AbstractContextManager[object]:
+        """Return the context of this stack's queue; on a CPU, torch's would initialize a GPU that the machine has."""
+        return torch.cuda.stream(self._stream) if self._stream else nullcontext()
+
     def _run_seed(self, seed: Callable[[], None]) -> None:
         try:
             if self.device.index is not None:
                 torch.cuda.set_device(self.device)  # each thread has a current device of its own
-            with torch.cuda.stream(self._stream), self._turn:
+            with self._use_stream(), self._turn:
                 if not self._is_stopped:
                     seed()
         except SeedStackStopped:
