@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 from harness import TINY_SETTINGS
 
 from uefl.core.errors import ResumableError
+from uefl.engines.stacked.seed_stack import SeedStack
+from uefl.experiment import grouped_runs
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import choose_num_stacks, group_runs, run_group
 from uefl.experiment.parsing import parse_experiments
@@ -83,6 +87,24 @@ def test_seeds_end_as_alone_also_after_an_interruption(experiments, tmp_path):
         on_event=lambda name, event: finished.append(name) if event["kind"] == "finished" else None,
     )
     assert sorted(finished) == sorted(experiments)
+
+
+def test_memory_of_a_device_is_given_back_when_the_stacks_are_gone(experiments, tmp_path, monkeypatch):
+    stacks, alive = weakref.WeakSet(), []
+
+    class Stack(SeedStack):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            stacks.add(self)
+
+    def free(device: str) -> None:
+        gc.collect()
+        alive.append((device, len(stacks)))
+
+    monkeypatch.setattr(grouped_runs, "SeedStack", Stack)
+    monkeypatch.setattr(grouped_runs, "free_cached_memory", free)
+    run_group(experiments, tmp_path, engine="stacked", on_event=ignore)
+    assert alive == [("cpu", 0)]
 
 
 def test_runs_of_a_group_differ_in_their_seed_alone(experiments):
