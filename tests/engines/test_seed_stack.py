@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import Silo
 from uefl.core.kmeans import kmeans_batch
+from uefl.engines import serial
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked import two_part_tasks
 from uefl.engines.stacked.device_buffers import DeviceBuffers
@@ -91,6 +94,44 @@ def test_seeds_of_two_stacks_at_the_same_time_equal_their_runs_alone(name):
     results = run_in_two_stacks(method, ((0, 3), (4, 7)))
     assert set(results) == {0, 3, 4, 7}
     assert_equals_runs_alone(method, results)
+
+
+def test_torchs_generators_are_seeded_by_one_thread_at_a_time(monkeypatch):
+    """A server of the other stack may draw from them, or seed them, only in its turn."""
+    locks, has_turn = make_locks(), []
+
+    @contextmanager
+    def record(_device: torch.device) -> Iterator[None]:
+        has_turn.append(locks.turn.locked())
+        yield
+
+    def run_seed(seed: int) -> None:
+        run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed))
+
+    method, stack = make_short_method(METHODS["fedbr"]), SeedStack(dtype=torch.float64, locks=locks)
+    monkeypatch.setattr(serial, "fork_rng", record)
+    stack.run([partial(run_seed, seed) for seed in SEEDS])
+    assert has_turn
+    assert all(has_turn)
+
+
+def test_one_seed_of_all_stacks_works_for_later_at_a_time():
+    locks, at_work, most = make_locks(), [], []
+    stacks = [SeedStack(dtype=torch.float64, locks=locks) for _ in range(2)]
+
+    def work() -> None:
+        at_work.append("seed")
+        time.sleep(0.02)
+        most.append(len(at_work))
+        at_work.pop()
+
+    def run_seed(stack: SeedStack, seed: int) -> None:
+        run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed, work))
+
+    method = make_short_method(FedAvg)
+    run_together([(stack, [partial(run_seed, stack, seed) for seed in SEEDS]) for stack in stacks])
+    assert len(most) > 8
+    assert max(most) == 1
 
 
 def test_an_error_in_one_stack_stops_the_other():
