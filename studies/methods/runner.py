@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,15 +220,19 @@ def run_parallel(
     queue.add(find_next())
     num_groups = len(queue.groups) if find_next is tuple else os.cpu_count() or 1
     resources = resources._replace(workers=choose_workers(resources.workers, num_groups, resources.device))
-    # Processes are reused: importing torch and initializing a GPU takes as long as some runs.
-    with ProcessPoolExecutor(resources.workers, get_context("spawn"), _limit_threads) as pool:
-        futures: dict[Future[list[RunRecord]], list[StudyRun]] = {}
+    with ExitStack() as pools:
+        pool, futures = _open_pool(pools, resources), dict[Future[list[RunRecord]], list[StudyRun]]()
         while queue.groups or futures:
             if time.time() > resources.stop_time:
                 num_left += queue.drop_all()
             while queue.groups and len(futures) < resources.workers:
                 group = queue.groups.pop(0)
-                futures[pool.submit(_execute_runs, group, resources, os.getpid())] = group
+                try:
+                    future = pool.submit(_execute_runs, group, resources, os.getpid())
+                except BrokenProcessPool:  # a process was killed, and the run that it had is reported
+                    pool = _open_pool(pools, resources)
+                    future = pool.submit(_execute_runs, group, resources, os.getpid())
+                futures[future] = group
             for future in wait(futures, return_when=FIRST_COMPLETED).done:
                 group = futures.pop(future)
                 try:
@@ -239,6 +245,11 @@ def run_parallel(
                 queue.release(group)
                 queue.add(find_next())
     return num_left
+
+
+def _open_pool(pools: ExitStack, resources: StudyResources) -> ProcessPoolExecutor:
+    """Open processes that are reused: importing torch and initializing a GPU takes as long as some runs."""
+    return pools.enter_context(ProcessPoolExecutor(resources.workers, get_context("spawn"), _limit_threads))
 
 
 class _RunQueue:

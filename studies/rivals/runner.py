@@ -180,7 +180,7 @@ def freeze_choice(name: str, files: Files) -> Choice:
         trials = {method: values.index(min(values)) for method, values in scores.items()}
         if setup.chosen_by == "accuracy_within_nll":
             losses = {method: score_trials(name, method, schedule, run_records, NLL) for method in scores}
-            limit = min(losses[FEDAVG])
+            limit = min(score_trials(name, FEDAVG, schedule, run_records, NLL))
             trials = {m: min(range(len(s)), key=lambda i: (losses[m][i] > limit, s[i])) for m, s in scores.items()}
         earlier = frozen.get(name, {"trials": {}, get_score_name(setup): {}})
         frozen[name] = {

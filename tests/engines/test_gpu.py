@@ -136,6 +136,7 @@ def test_a_network_that_cannot_be_captured_runs_without_graphs() -> None:
     for matmul_precision in ("tf32", "bf16"):
         tensors = train(StackedEngine, "cuda", matmul_precision=matmul_precision, **fields)
         assert all(t.isfinite().all() for t in tensors.values())
+    assert torch.cuda.current_stream() == torch.cuda.default_stream(), "a failed capture leaves no queue of its own"
 
 
 @pytest.mark.parametrize("matmul_precision", ["tf32", "bf16"])

@@ -53,16 +53,24 @@ def test_ten_runs_hold_no_more_memory_than_one(engine: str, words: list[str], tm
     assert max(h[1] for h in held) <= held[0][1]
 
 
-def test_seeds_in_one_stack_give_their_memory_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "num_seeds"),
+    [(["uefl", *TINY_SETTINGS], 3), (["fedavg", *TINY_SETTINGS_NO_CODEBOOK], 4)],
+    ids=["one stack", "two stacks"],
+)
+def test_seeds_in_stacks_give_their_memory_back(words: list[str], num_seeds: int, tmp_path: Path) -> None:
     """A thread that multiplies matrices on the device holds 32 MiB of work space; threads of seeds must not."""
     held = []
-    for first in (0, 3, 6):
+    for first in (0, 4, 8):
         runs = {}
-        for seed in range(first, first + 3):
-            (experiment,) = parse_experiments(["uefl", *TINY_SETTINGS, f"seed={seed}"], [], "default").values()
+        for seed in range(first, first + num_seeds):
+            (experiment,) = parse_experiments([*words, f"seed={seed}"], [], "default").values()
             runs[f"seed {seed}"] = experiment
         run_group(runs, tmp_path, device="cuda", on_event=lambda _name, _event: None)
+        cached = torch.cuda.memory_reserved()
         held.append(read_held_memory())
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == cached, "the run has freed what it had cached"
     assert [h[0] - held[0][0] for h in held[1:]] == [0, 0]
     assert max(h[1] for h in held) <= held[0][1]
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,8 +21,10 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.federation import Silo
 from uefl.core.kmeans import kmeans_batch
+from uefl.engines import serial
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked import two_part_tasks
+from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
 from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment.rounds import iterate_rounds
@@ -90,6 +96,44 @@ def test_seeds_of_two_stacks_at_the_same_time_equal_their_runs_alone(name):
     assert_equals_runs_alone(method, results)
 
 
+def test_torchs_generators_are_seeded_by_one_thread_at_a_time(monkeypatch):
+    """A server of the other stack may draw from them, or seed them, only in its turn."""
+    locks, has_turn = make_locks(), []
+
+    @contextmanager
+    def record(_device: torch.device) -> Iterator[None]:
+        has_turn.append(locks.turn.locked())
+        yield
+
+    def run_seed(seed: int) -> None:
+        run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed))
+
+    method, stack = make_short_method(METHODS["fedbr"]), SeedStack(dtype=torch.float64, locks=locks)
+    monkeypatch.setattr(serial, "fork_rng", record)
+    stack.run([partial(run_seed, seed) for seed in SEEDS])
+    assert has_turn
+    assert all(has_turn)
+
+
+def test_one_seed_of_all_stacks_works_for_later_at_a_time():
+    locks, at_work, most = make_locks(), [], []
+    stacks = [SeedStack(dtype=torch.float64, locks=locks) for _ in range(2)]
+
+    def work() -> None:
+        at_work.append("seed")
+        time.sleep(0.02)
+        most.append(len(at_work))
+        at_work.pop()
+
+    def run_seed(stack: SeedStack, seed: int) -> None:
+        run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed, work))
+
+    method = make_short_method(FedAvg)
+    run_together([(stack, [partial(run_seed, stack, seed) for seed in SEEDS]) for stack in stacks])
+    assert len(most) > 8
+    assert max(most) == 1
+
+
 def test_an_error_in_one_stack_stops_the_other():
     method, locks, rounds = UEFL_METHOD, make_locks(), []
     stacks = [SeedStack(locks=locks) for _ in range(2)]
@@ -103,6 +147,26 @@ def test_an_error_in_one_stack_stops_the_other():
     with pytest.raises(OSError, match="no space left"):
         run_together([(s, [partial(run_seed, s, seed)]) for s, seed in zip(stacks, (0, 3))])
     assert (0, method.total_rounds) not in rounds
+    assert threading.active_count() == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="Windows sends no signal to a thread")
+def test_ctrl_c_waits_for_the_seeds_of_all_stacks():
+    """The first stack has ended; a seed of the other one is amid its files."""
+    first, second = (SeedStack(locks=locks) for locks in [make_locks()] * 2)
+    has_ended, written = threading.Event(), []
+
+    def write_files() -> None:
+        with second.yield_turn():
+            assert has_ended.wait(20)
+            time.sleep(0.3)  # until the first stack has ended, too
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.5)
+            written.append("checkpoint")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_together([(first, [has_ended.set]), (second, [write_files])])
+    assert written == ["checkpoint"]
     assert threading.active_count() == 1
 
 
@@ -156,6 +220,38 @@ def test_a_seed_behind_the_others_catches_up_with_the_same_result():
     stack.run([partial(run_seed, 0, 3), partial(run_seed, 3, 0)])
     for seed in (0, 3):
         assert_close(servers[seed].model_state, run_alone(method, seed)[0].model_state)
+
+
+def test_captured_steps_are_kept_whichever_seed_asks_first(monkeypatch):
+    """A study makes a method for every seed; they are equal, but functions of two objects never are."""
+    stack, losses = SeedStack(dtype=torch.float64), []
+    copy_stack, wait_for_requests = DeviceBuffers.copy_stack, SeedStack._wait_for_requests
+
+    def record_losses(buffers: DeviceBuffers, clients: Any, updates: Any, lr: float) -> None:
+        losses.append([update.loss for update in updates])
+        copy_stack(buffers, clients, updates, lr)
+
+    def sort_requests(stack: SeedStack) -> Any:
+        return dict(sorted(wait_for_requests(stack).items(), key=lambda r: r[0].seed, reverse=len(losses) % 2 > 0))
+
+    def run_seed(seed: int) -> None:
+        method = make_short_method(FedAvg)
+        run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed))
+
+    monkeypatch.setattr(DeviceBuffers, "copy_stack", record_losses)
+    monkeypatch.setattr(SeedStack, "_wait_for_requests", sort_requests)
+    stack.run([partial(run_seed, seed) for seed in SEEDS])
+    assert len(losses) > 2
+    assert all(of_round == losses[0] for of_round in losses)
+
+
+def test_seeds_on_a_cpu_never_touch_a_gpu(monkeypatch):
+    def fail(*_args: Any) -> None:
+        raise AssertionError("initializes CUDA where there is a GPU")
+
+    monkeypatch.setattr(torch.cuda, "stream", fail)
+    monkeypatch.setattr(torch.cuda, "current_stream", fail)
+    assert set(run_stacked(make_short_method(FedAvg), SEEDS)) == set(SEEDS)
 
 
 def test_work_for_later_is_done_while_the_device_trains(monkeypatch):
@@ -216,3 +312,25 @@ def test_on_cuda_each_seed_equals_its_run_alone(name):
 def test_on_cuda_seeds_of_two_stacks_at_the_same_time_equal_their_runs_alone(name):
     method = METHODS_TO_STACK[name]
     assert_equals_runs_alone(method, run_in_two_stacks(method, ((0, 3), (4, 7)), device="cuda"), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_all_threads_of_a_stack_use_the_queue_of_the_first():
+    queues = []
+
+    class Listener(SeedStack):
+        def _answer(self, requests: Any) -> None:
+            queues.append(torch.cuda.current_stream())
+            super()._answer(requests)
+
+    def run_seed(seed: int) -> None:
+        queues.append(torch.cuda.current_stream())
+        run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed))
+
+    method = make_short_method(FedAvg)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        expected, stack = torch.cuda.current_stream(), Listener(dtype=torch.float64, device="cuda")
+        stack.run([partial(run_seed, seed) for seed in SEEDS])
+    assert len(queues) > 2
+    assert all(queue == expected for queue in queues)

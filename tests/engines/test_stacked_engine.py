@@ -22,7 +22,7 @@ from uefl.core.local import LocalTraining
 from uefl.core.noise import batched_permutations, derive_key, permutation
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked import stacked_engine
-from uefl.engines.stacked.client_stack import ClientStack
+from uefl.engines.stacked.client_stack import ClientStack, ReceivedClient
 from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.stacked_engine import StackedEngine
 
@@ -182,18 +182,19 @@ def test_batched_permutations_equal_single_ones():
         assert torch.equal(order[:n], permutation(key, n))
 
 
-@pytest.mark.parametrize("place", ["stack_clients", "_train_stack", "_query_stack"])
+@pytest.mark.parametrize("place", ["stack_clients", "_train_stack", "_query_stack", "pack_tensors", "find_finite_rows"])
 def test_silos_that_do_not_fit_are_split_wherever_memory_ends(place, monkeypatch):
-    method = make_short_method(FedAvg)
-    expected, _ = run_rounds(method, make_clients(method, engine=StackedEngine))
+    """Silos have a state of their own, which a step that is repeated must find as it was."""
+    method = replace(make_short_method(METHODS["scaffold"]), batch_norm="personal")
+    fields: Any = {"encoder_factory": make_encoder, "dtype": torch.float64}
+    expected, _ = run_rounds(method, make_clients(method, engine=StackedEngine, **fields))
     warnings: list[str] = []
-    clients = make_clients(method, engine=partial(StackedEngine, on_warning=warnings.append))
-    owner = stacked_engine if place == "stack_clients" else StackedEngine
+    clients = make_clients(method, engine=partial(StackedEngine, on_warning=warnings.append), **fields)
+    owner = StackedEngine if place.startswith("_") else stacked_engine
     original = getattr(owner, place)
 
     def fail_if_large(*args, **fields):
-        stacked = next(arg.stack if isinstance(arg, DeviceBuffers) else arg for arg in args if is_stack(arg))
-        if len(getattr(stacked, "silo_names", stacked)) > 2:
+        if max(map(count_silos, args)) > 2:
             raise torch.OutOfMemoryError("simulated")
         return original(*args, **fields)
 
@@ -203,15 +204,41 @@ def test_silos_that_do_not_fit_are_split_wherever_memory_ends(place, monkeypatch
     torch.testing.assert_close(server.model_state, expected.model_state)
 
 
-def is_stack(argument):
-    return isinstance(argument, ClientStack | DeviceBuffers | list)
+def count_silos(argument):
+    """Return the silos of a stack, of its buffers or its tensors, or of a list of clients; 0 for something else."""
+    if isinstance(argument, ClientStack | DeviceBuffers):
+        return len(getattr(argument, "stack", argument).silo_names)
+    is_stacked = isinstance(argument, dict) and all(isinstance(t, torch.Tensor) for t in argument.values())
+    return len(next(iter(argument.values()))) if is_stacked else len(argument) if isinstance(argument, list) else 0
 
 
-def test_images_that_do_not_fit_are_an_input_error(monkeypatch):
+def test_a_stack_that_cannot_be_made_is_split_also_after_a_stack_of_one_silo(monkeypatch):
+    """Silos with other codewords are a stack of their own."""
+    method, fields = make_short_method(FedAvg), {"encoder_factory": make_encoder, "dtype": torch.float64}
+    expected, _ = run_rounds(method, make_clients(method, engine=StackedEngine, **fields))
+    warnings: list[str] = []
+    clients = make_clients(method, engine=partial(StackedEngine, on_warning=warnings.append), **fields)
+    get_shapes, stack_clients = ReceivedClient.shapes, stacked_engine.stack_clients
+
+    def fail_if_large(received, **fields):
+        if len(received) > 2:
+            raise torch.OutOfMemoryError("simulated")
+        return stack_clients(received, **fields)
+
+    first = max(clients.silos, key=lambda name: len(clients.silos[name].train.y))
+    monkeypatch.setattr(ReceivedClient, "shapes", lambda c: (*get_shapes(c), ("other", (int(c.name == first),))))
+    monkeypatch.setattr(stacked_engine, "stack_clients", fail_if_large)
+    server, _ = run_rounds(method, clients)
+    assert warnings == ["3 silos at a time do not fit into the memory of cpu; the run continues with 2 at a time."]
+    torch.testing.assert_close(server.model_state, expected.model_state)
+
+
+@pytest.mark.parametrize("place", ["_load_stack", "_move_examples"])
+def test_images_that_do_not_fit_are_an_input_error(place, monkeypatch):
     def fail(*_args):
         raise torch.OutOfMemoryError("simulated")
 
-    monkeypatch.setattr(StackedEngine, "_load_stack", fail)
+    monkeypatch.setattr(StackedEngine, place, fail)
     with pytest.raises(InputError, match="images do not fit into the memory of cpu; use lazy=true, or fewer images"):
         make_clients(make_short_method(FedAvg), engine=StackedEngine)
 

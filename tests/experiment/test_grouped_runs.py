@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import TINY_SETTINGS
+from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK
 
 from uefl.core.errors import ResumableError
+from uefl.engines.stacked.seed_stack import SeedStack, SharedLocks
+from uefl.experiment import grouped_runs
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import choose_num_stacks, group_runs, run_group
 from uefl.experiment.parsing import parse_experiments
@@ -83,6 +88,61 @@ def test_seeds_end_as_alone_also_after_an_interruption(experiments, tmp_path):
         on_event=lambda name, event: finished.append(name) if event["kind"] == "finished" else None,
     )
     assert sorted(finished) == sorted(experiments)
+
+
+def test_seeds_in_two_stacks_resume_and_end_as_alone(tmp_path, monkeypatch):
+    """On a CPU as on a GPU: an error in the second stack stops both."""
+    seeds = {}
+    for seed in range(4):
+        settings = ["fedavg", *TINY_SETTINGS_NO_CODEBOOK, f"seed={seed}", "precision=float64"]
+        (seeds[f"seed {seed}"],) = parse_experiments(settings, [], "default").values()
+    sizes: list[int] = []
+    locks: list[SharedLocks] = []
+
+    class Stack(SeedStack):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            locks.append(settings["locks"])
+
+        def run(self, runs: Sequence[Callable[[], None]]) -> None:
+            sizes.append(len(runs))
+            super().run(runs)
+
+    def stop_in_round_two(name: str, event: Event) -> None:
+        if name == "seed 3" and event["kind"] == "round" and event["record"]["round"] == 2:
+            raise ResumableError("stopped by the test")
+
+    monkeypatch.setattr(grouped_runs, "SeedStack", Stack)
+    monkeypatch.setattr(grouped_runs, "choose_num_stacks", lambda _runs, _device: 2)
+    with pytest.raises(ResumableError):
+        run_group(seeds, tmp_path / "stacks", engine="stacked", on_event=stop_in_round_two)
+    assert len(locks) == 2
+    assert locks[0].turn is locks[1].turn, "servers of both stacks take turns"
+    folders = run_group(seeds, tmp_path / "stacks", engine="stacked", on_event=ignore)
+    assert sizes == [2, 2, 2, 2]
+    for name, folder in folders.items():
+        alone = run(seeds[name], tmp_path / "alone", engine="serial")
+        assert folder.name == alone.name
+        pairs = zip(read_accuracies(folder), read_accuracies(alone), strict=True)
+        assert all(math.isclose(one, other, rel_tol=1e-7) for one, other in pairs)
+
+
+def test_memory_of_a_device_is_given_back_when_the_stacks_are_gone(experiments, tmp_path, monkeypatch):
+    stacks, alive = weakref.WeakSet(), []
+
+    class Stack(SeedStack):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            stacks.add(self)
+
+    def free(device: str) -> None:
+        gc.collect()
+        alive.append((device, len(stacks)))
+
+    monkeypatch.setattr(grouped_runs, "SeedStack", Stack)
+    monkeypatch.setattr(grouped_runs, "free_cached_memory", free)
+    run_group(experiments, tmp_path, engine="stacked", on_event=ignore)
+    assert alive == [("cpu", 0)]
 
 
 def test_runs_of_a_group_differ_in_their_seed_alone(experiments):

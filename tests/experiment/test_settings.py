@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -157,6 +157,15 @@ def test_settings_that_change_no_result_do_not_change_the_run_id():
     for assignment in ("path=elsewhere", "strict=true"):
         assert override_settings(BASE, [assignment]).run_id("x") == BASE.run_id("x")
     assert "path" not in to_dict(BASE, for_run_id=True)["data"]
+
+
+def test_settings_that_were_added_later_keep_the_run_id_of_earlier_runs():
+    """A run that an earlier version has started or finished is found by the same command."""
+    method = to_dict(BASE, for_run_id=True)["method"]
+    assert not {"eval_clients", "evaluate_last"} & method.keys()
+    plain = replace(BASE, method=FedAvg())
+    for assignment in ("eval_clients=3", "evaluate_last=5"):
+        assert override_settings(plain, [assignment]).run_id("x") != plain.run_id("x")
 
 
 def test_a_stored_experiment_is_restored_and_checked():

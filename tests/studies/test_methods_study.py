@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -260,6 +261,24 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     assert run_parallel([bad, good], resources, tmp_path / "records.jsonl", messages.append) == 1
     assert len(read_records(tmp_path / "records.jsonl")) == 1
     assert any("seed 1" in text and "Error" in text for text in messages)
+
+
+class Killer(str):
+    """A name that ends the process which receives it, as the system does when memory ends."""
+
+    def __reduce__(self):
+        return os._exit, (9,)
+
+
+def test_a_process_that_is_killed_does_not_stop_the_other_runs(tmp_path):
+    good = StudyRun("rotated", FEDAVG, 0, make_small_experiment())
+    wide = replace(good.experiment, model=replace(good.experiment.model, width=8))
+    bad = good._replace(method=Killer("killed"), experiment=wide, relative_cost=9.0)
+    messages: list[str] = []
+    resources = StudyResources("cpu", "serial", tmp_path / "runs", time.time() + 600, 1)
+    assert run_parallel([good, bad], resources, tmp_path / "records.jsonl", messages.append) == 1
+    assert [record["method"] for record in read_records(tmp_path / "records.jsonl")] == [FEDAVG]
+    assert any("killed" in text and "BrokenProcessPool" in text for text in messages)
 
 
 def test_a_timed_round_has_seconds_and_bytes():

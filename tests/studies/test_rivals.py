@@ -152,7 +152,12 @@ def test_the_choice_within_fedavgs_nll_takes_the_most_accurate_of_these_trials(t
         for i, run in enumerate(r for r in list_trials(name, setup.schedules[0]) if r.method.startswith(f"{row}: "))
     ]
     files.trials.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert freeze_choice(name, files).trials == {"FedAvg": 1, "FedAvg, fine-tuned": 2, "UEFL": 2}
+    chosen = {"FedAvg": 1, "FedAvg, fine-tuned": 2, "UEFL": 2}
+    assert freeze_choice(name, files).trials == chosen
+    frozen = read_frozen(files.frozen)
+    del frozen[name]["trials"]["FedAvg, fine-tuned"]
+    files.frozen.write_text(json.dumps(frozen))
+    assert freeze_choice(name, files).trials == chosen, "a row that is added later has the same limit"
 
 
 def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole() -> None:

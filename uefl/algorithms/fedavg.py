@@ -85,7 +85,10 @@ class FedAvg:
         1, "Rounds between evaluations; decisions and the last round are always evaluated.", at_least=1
     )
     evaluate_last: int = setting(
-        1, "Rounds at the end that are evaluated in any case; 5: those of the summary's mean.", at_least=1
+        1,
+        "Rounds at the end that are evaluated in any case; 5: those of the summary's mean.",
+        at_least=1,
+        in_run_id="when changed",
     )
     eval_clients: int = setting(
         0,

@@ -16,6 +16,7 @@ from uefl.experiment.run import (
     Engine,
     Event,
     PreparedRun,
+    free_cached_memory,
     make_engine_listeners,
     make_engine_settings,
     prepare_run,
@@ -72,7 +73,10 @@ def run_group(
             runs = {names[0]: first, **others}
             folders: dict[str, Path] = {}
             for group in _group_by_shape(runs):
-                folders |= _run_in_stacks(group, root, on_event, choose_num_stacks(group, device))
+                try:
+                    folders |= _run_in_stacks(group, root, on_event, choose_num_stacks(group, device))
+                finally:
+                    free_cached_memory(device)
             return {name: folders[name] for name in names}
     return {
         name: run(experiments[name], root, device=device, engine=engine, on_event=partial(on_event, name))

@@ -69,8 +69,9 @@ class DeviceBuffers:
                 restore_optimizer(optimizer, stack.client_state, f"{OPTIMIZER_PREFIX}{i}.")
         # A bound method stays equal from round to round; a new function may hold tensors of this round.
         if [u.loss for u in updates] != [u.loss for u in self.updates]:
-            for cache in (self.captured_steps, self.compiled_losses, self.uncompilable_losses):
-                cache.clear()
+            with CAPTURE_LOCK:
+                for cache in (self.captured_steps, self.compiled_losses, self.uncompilable_losses):
+                    cache.clear()
             self.graph_pool = None  # torch frees a pool without graphs
         self.updates = updates
 
@@ -119,12 +120,17 @@ class CapturedStep:
 
         Other threads may wait for their copies meanwhile, so only calls of this one can break the capture.
         """
+        with CAPTURE_LOCK:  # until a failed graph is freed, and the device has no capture to end
+            return self._capture_alone()
+
+    def _capture_alone(self) -> torch.cuda.CUDAGraph | Literal[False]:
         graph, out_of_memory = torch.cuda.CUDAGraph(), False
         current = torch.cuda.current_stream()
         stream = None if current == torch.cuda.default_stream() else get_capture_stream(current)
         capture = torch.cuda.graph(graph, pool=self.graph_pool, stream=stream, capture_error_mode="thread_local")
         try:
-            with CAPTURE_LOCK, pause_garbage_collection(), capture:
+            # After a capture that failed, torch would leave this thread with the capture's queue.
+            with pause_garbage_collection(), torch.cuda.stream(current), capture:
                 try:
                     self.step(*self.inputs)
                 except torch.OutOfMemoryError:  # ending the capture raises another error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -97,7 +97,9 @@ class SeedStack:
     def __init__(self, *, locks: SharedLocks | None = None, own_stream: bool = False, **engine_settings: Any) -> None:
         self.device = torch.device(engine_settings.get("device", "cpu"))
         self._engine_settings = engine_settings
-        self._stream = get_second_stream(self.device) if own_stream and self.device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None  # of the device: all threads of a stack use the same queue
+        if self.device.type == "cuda":
+            self._stream = get_second_stream(self.device) if own_stream else torch.cuda.current_stream(self.device)
         self._lock = threading.Lock()  # of what follows, except the turn
         self._requested = threading.Condition(self._lock)  # the main thread waits for it
         self._answered = threading.Condition(self._lock)  # the threads of seeds wait for it
@@ -133,7 +135,7 @@ class SeedStack:
         self._running = len(threads)
         for thread in threads:
             thread.start()
-        with torch.cuda.stream(self._stream):
+        with self._use_stream():
             try:
                 while requests := self._wait_for_requests():
                     self._answer(requests)
@@ -173,11 +175,15 @@ class SeedStack:
         finally:
             self._turn.acquire()
 
+    def _use_stream(self) -> AbstractContextManager[object]:
+        """Return the context of this stack's queue; on a CPU, torch's would initialize a GPU that the machine has."""
+        return torch.cuda.stream(self._stream) if self._stream else nullcontext()
+
     def _run_seed(self, seed: Callable[[], None]) -> None:
         try:
             if self.device.index is not None:
                 torch.cuda.set_device(self.device)  # each thread has a current device of its own
-            with torch.cuda.stream(self._stream), self._turn:
+            with self._use_stream(), self._turn:
                 if not self._is_stopped:
                     seed()
         except SeedStackStopped:
@@ -244,6 +250,7 @@ def run_together(stacks: Sequence[tuple[SeedStack, Sequence[Callable[[], None]]]
     The first error stops all of them.
     """
     errors: list[BaseException] = []
+    have_ended = threading.Semaphore(0)
 
     def run_stack(stack: SeedStack, seeds: Sequence[Callable[[], None]]) -> None:
         try:
@@ -252,19 +259,24 @@ def run_together(stacks: Sequence[tuple[SeedStack, Sequence[Callable[[], None]]]
             errors.append(error)
             for other, _ in stacks:
                 other.stop()
+        finally:
+            have_ended.release()
 
     threads = [threading.Thread(target=run_stack, args=pair, daemon=True) for pair in stacks[1:]]
     for thread in threads:
         thread.start()
     run_stack(*stacks[0])  # in this thread, which notices Ctrl-C
     try:
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(timeout=1.0)
+        for _ in stacks:  # Ctrl-C in a thread's `join` would let the thread count as ended
+            while not have_ended.acquire(timeout=1.0):
+                pass
     except BaseException:
         for stack, _ in stacks:
             stack.stop()
         raise
+    finally:
+        for thread in threads:
+            thread.join()  # until its seeds have written completed rounds
     if errors:
         raise errors[0]
 
@@ -283,6 +295,7 @@ class SeedStackEngine(StackedEngine):
         self._numbers = {member: number for number, member in enumerate(members)}
         self._owners = {self._label(m, silo.name): (m, silo.name) for m in members for silo in m.silos}
         silos = [replace(silo, name=self._label(m, silo.name)) for m in members for silo in m.silos]
+        self._methods: list[Method] = []  # of all seeds; equal ones once
         self._stateless: list[Method] = []  # methods whose clients have no state
         super().__init__(silos, members[0].net, **settings)
 
@@ -298,12 +311,18 @@ class SeedStackEngine(StackedEngine):
             broadcasts.append(own.broadcast._replace(silo_names=names, participants=participants))
             self.client_states.update({self._label(clients, n): s for n, s in clients.client_states.items()})
         replies: dict[SeedClients, list[Reply]] = {clients: [] for clients in requests}
-        for reply in self._run(request, broadcasts):
+        for reply in self._run(request._replace(method=self._get_first_equal(request.method)), broadcasts):
             clients, name = self._owners[reply.silo_name]
             replies[clients].append(reply._replace(silo_name=name))
             if reply_state := self.client_states.get(reply.silo_name):
                 clients.client_states[name] = reply_state
         return replies
+
+    def _get_first_equal(self, method: Method) -> Method:
+        """Return one object for all equal methods: captured steps are those of an object's functions."""
+        if method not in self._methods:
+            self._methods.append(method)
+        return self._methods[self._methods.index(method)]
 
     def _run(self, request: Request, broadcasts: Sequence[Broadcast]) -> Iterator[Reply]:
         if not request.task:

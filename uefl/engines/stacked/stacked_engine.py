@@ -79,18 +79,18 @@ class StackedEngine(SerialEngine):
         use_compiler: bool = False,
         **settings: Any,
     ) -> None:
-        super().__init__(silos, net, **settings)
-        if has_torch_dropout(self.net):
-            raise InputError("engine=stacked does not support torch's Dropout; use uefl's Dropout or engine=serial")
-        self.max_stack_size = max_stack_size
-        self._is_lazy = any(is_lazy(silo.train.x) for silo in self.silos.values())
-        # A captured graph reads from one place, but the examples of lazy silos are loaded anew for every stack.
-        self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda" and not self._is_lazy
+        self._is_lazy = any(is_lazy(silo.train.x) for silo in silos)
         try:
+            super().__init__(silos, net, **settings)
             self._load_stack([*self.silos][:1] if self._is_lazy else [*self.silos])
         except torch.OutOfMemoryError:
             hint = "use fewer images per silo" if self._is_lazy else "use lazy=true, or fewer images per silo"
             raise InputError(f"the silos' images do not fit into the memory of {self.device}; {hint}") from None
+        if has_torch_dropout(self.net):
+            raise InputError("engine=stacked does not support torch's Dropout; use uefl's Dropout or engine=serial")
+        self.max_stack_size = max_stack_size
+        # A captured graph reads from one place, but the examples of lazy silos are loaded anew for every stack.
+        self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda" and not self._is_lazy
         self._mapper = SiloMapper(self.net, self.public.x, self.matmul_precision)
         self._trainable_names = self._mapper.trainable_names
         x = next(iter(self.silos.values())).test.x
@@ -133,10 +133,10 @@ class StackedEngine(SerialEngine):
         self._buffers.clear()
         if self._compiler:
             self._compiler.release()
-        with CAPTURE_LOCK:
+        with CAPTURE_LOCK:  # torch keeps cached memory while another thread captures
             gc.collect()  # buffers and the graphs captured on them refer to each other
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _fit_clients(self, method: Method, broadcasts: Sequence[Broadcast], *, evaluate: bool) -> Iterator[Reply]:
         """Train the participants of one round of one server, or of several servers."""
@@ -165,7 +165,7 @@ class StackedEngine(SerialEngine):
         self.net.eval()
         extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
         local_sums = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
-        tensors = self._store_client_states(method, buffers, broadcasts, client_states)
+        stored, tensors = self._unpack_buffers(method, buffers, broadcasts, client_states)
         sent = [({}, {}) if broadcast.is_personal else method.pack_reply(*pair) for pair in zip(tensors, extras)]
         received_bytes, sent_bytes = stack.received_bytes(), [sum(map(size_in_bytes, pair)) for pair in sent]
         finite = find_finite_rows(buffers.stack.client_tensors, len(names))  # the host waits for the device from here
@@ -185,6 +185,8 @@ class StackedEngine(SerialEngine):
             )
             for i, name in enumerate(names)
         ]
+        # Only now: if memory had ended above, silos would train again, from the state that they had.
+        self.client_states.update(stored)
         return signature, replies
 
     def _query_clients(
@@ -238,6 +240,7 @@ class StackedEngine(SerialEngine):
                         self._load_stack(stack.silo_names)
                     replies = run_stack(stack)
                     done.update(stack.silo_names)
+                    stack = None  # frees its memory, and if the next one cannot be made, this one is not too large
                     yield from replies
             except torch.OutOfMemoryError:  # of a step, or of the stack itself
                 num_left = sum(name not in done for broadcast in broadcasts for name in broadcast.participants)
@@ -469,24 +472,25 @@ class StackedEngine(SerialEngine):
                 extras[row], client_states[row] = ({n: t[i] for n, t in tensors.items()} for tensors in results)
         return extras, client_states
 
-    def _store_client_states(
+    def _unpack_buffers(
         self, method: Method, buffers: DeviceBuffers, broadcasts: Sequence[Broadcast], client_states: Sequence[Tensors]
-    ) -> Sequence[Tensors]:
-        """Store each silo's client state and return the tensors of its reply."""
+    ) -> tuple[dict[str, Tensors], Sequence[Tensors]]:
+        """Return each silo's client state by its name, and the tensors of its reply."""
         all_names = set(buffers.stack.client_tensors)
         local_names = all_names if broadcasts[0].is_personal else set(method.client_state_names(self.net))
         access_rows = {name: row for b in broadcasts for name, row in zip(b.silo_names, b.access)}
         trained = {n: t.detach() for n, t in buffers.stack.client_tensors.items()}
-        stored = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}
+        copied = {n: t.clone() for n, t in {**buffers.stack.client_state, **buffers.optimizer_state()}.items()}
         num_silos = len(buffers.stack.silo_names)
-        stored_rows, local_rows = (
-            unstack_tensors(tensors, num_silos) for tensors in (stored, {n: trained[n].clone() for n in local_names})
+        copied_rows, local_rows = (
+            unstack_tensors(tensors, num_silos) for tensors in (copied, {n: trained[n].clone() for n in local_names})
         )
+        stored: dict[str, Tensors] = {}
         for i, name in enumerate(buffers.stack.silo_names):
-            self.client_states[name] = {**stored_rows[i], **client_states[i], **local_rows[i]}
+            stored[name] = {**copied_rows[i], **client_states[i], **local_rows[i]}
             if not method.local.reset_optimizer:
-                self.client_states[name][OPTIMIZER_CODEWORDS] = list_codeword_indices(access_rows[name])
-        return pack_tensors({n: t for n, t in trained.items() if n not in local_names}, num_silos)
+                stored[name][OPTIMIZER_CODEWORDS] = list_codeword_indices(access_rows[name])
+        return stored, pack_tensors({n: t for n, t in trained.items() if n not in local_names}, num_silos)
 
     # --- evaluation and other queries -------------------------------------------------------------------------------
 
