@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from harness import (
     BASELINES,
     CODEBOOK_METHODS,
     SMALL_CODEBOOK,
+    RunResult,
     build_model,
     compute_mean_accuracy,
     have_equal_bits,
@@ -55,6 +59,16 @@ ACCEPT_CODEBOOKS, REJECT_CODEBOOKS = (
 )
 
 
+@cache
+def run_once(name: str, settings: tuple[tuple[str, Any], ...]) -> RunResult:
+    return run_method(make_method(name, **dict(settings)))
+
+
+def get_whole_run(name: str, changes: Mapping[str, Any], clients_per_round: int = 0) -> RunResult:
+    """Return a run from the first round to the last, which several tests only read."""
+    return run_once(name, (*sorted(changes.items()), ("clients_per_round", clients_per_round)))
+
+
 def find_input_error(run):
     """Return the message of an `InputError`, or an empty string."""
     try:
@@ -68,7 +82,7 @@ def find_input_error(run):
 @pytest.mark.parametrize("clients_per_round", [0, 2])
 def test_resumed_run_ends_in_the_same_bits(name, changes, clients_per_round, tmp_path: Path):
     method = make_method(name, clients_per_round=clients_per_round, **changes)
-    whole = run_method(method)
+    whole = get_whole_run(name, changes, clients_per_round)
     half = run_method(method, rounds=2)
     save_checkpoint(tmp_path / "checkpoint", half.server, half.clients.client_states)
     server, client_states = load_checkpoint(tmp_path / "checkpoint", "cpu")
@@ -84,14 +98,13 @@ def test_resumed_run_ends_in_the_same_bits(name, changes, clients_per_round, tmp
 @every_variant
 def test_result_does_not_depend_on_the_order_of_silos(name, changes):
     method = make_method(name, clients_per_round=2, **changes)
-    one, other = run_method(method), run_method(method, make_pattern_silos()[::-1])
+    one, other = get_whole_run(name, changes, 2), run_method(method, make_pattern_silos()[::-1])
     assert have_equal_bits(one.server.model_state, other.server.model_state)
 
 
 @every_variant
 def test_client_state_is_never_sent(name, changes):
-    method = make_method(name, **changes)
-    run = run_method(method)
+    method, run = make_method(name, **changes), get_whole_run(name, changes)
     local_names = set(method.client_state_names(run.clients.net))
     assert not local_names & run.clients.received_names
     assert not local_names & run.clients.sent_names
@@ -111,7 +124,7 @@ def test_method_learns(name, changes):
 
 @every_variant
 def test_records_contain_uncertainty_and_bytes(name, changes):
-    for record in run_method(make_method(name, **changes)).records:
+    for record in get_whole_run(name, changes).records:
         assert all(0 < silo["entropy"] < 2 for silo in record["silos"].values())
         assert record["bytes_up"] > 0
         assert record["bytes_down"] > 0 or (name == "fccl" and record["round"] == 1)  # it starts without weights

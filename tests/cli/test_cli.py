@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, call_with_mistake
+from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, call_cli, call_with_mistake
 from rich.console import Console
 
 from uefl import UEFL, FedAvg, LocalTraining
@@ -122,7 +122,7 @@ def test_help_lists_and_typing_errors_do_not_import_torch(arguments: str) -> Non
 def test_the_version_is_printed() -> None:
     import uefl as package
 
-    assert uefl("--version").stdout == f"uefl {package.__version__}\n"
+    assert call_cli("--version").stdout == f"uefl {package.__version__}\n"
 
 
 def test_a_new_module_in_the_package_is_a_new_command(tmp_path: Path) -> None:
@@ -140,18 +140,18 @@ def test_a_new_module_in_the_package_is_a_new_command(tmp_path: Path) -> None:
 def test_an_output_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
-        answer = uefl("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "--out", str(folder))
-        assert answer.returncode == 2
+        answer = call_cli("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "--out", str(folder))
+        assert answer.code == 2
         assert answer.stderr.startswith(f"uefl: cannot write to {folder}")
         assert answer.stderr.count("\n") == 1
 
 
 def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
-    assert uefl("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "--out", str(tmp_path)).returncode == 0
+    assert call_cli("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "--out", str(tmp_path)).code == 0
     (summary,) = tmp_path.glob("*/summary.json")
     summary.write_text("{")
-    answer = uefl("show", str(summary.parent))
-    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
+    answer = call_cli("show", str(summary.parent))
+    assert (answer.code, answer.stderr.count("\n")) == (2, 1)
     assert f"{summary} is damaged" in answer.stderr
 
 
@@ -165,27 +165,30 @@ def test_help_explains_every_argument() -> None:
 
 def test_help_and_list_name_every_command_method_and_encoder() -> None:
     commands = ("demo", "run", "compare", "list", "show", "data", "deploy")
-    overview = uefl("--help").stdout
+    overview = call_cli("--help").stdout
     assert all(name in overview for name in commands)
-    assert all("Example" in uefl(name, "--help").stdout for name in ("demo", "run", "compare", "list", "show"))
-    everything = uefl("list").stdout
+    assert all("Example" in call_cli(name, "--help").stdout for name in ("demo", "run", "compare", "list", "show"))
+    everything = call_cli("list").stdout
     names = ("uefl", "fedavg", "vq-fedavg", "mnist5k", "folder", "leave-one-domain-out", "vgg16-bn", "stacked")
     assert all(name in everything for name in names)
-    settings = uefl("list", "uefl").stdout
+    settings = call_cli("list", "uefl").stdout
     assert all(name in settings for name in ("method.codebook", "gamma", "method.local", "precision"))
 
 
-def test_lists_without_a_terminal_fit_80_columns() -> None:
+def test_lists_without_a_terminal_fit_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer than 120 columns, the meaning of a setting stands below it; COLUMNS sets another width."""
-    environment = {"COLUMNS": ""}
+    monkeypatch.setenv("COLUMNS", "")
     for arguments in (["list"], ["list", "data"], ["list", "uefl", "folder"], ["list", "pmfl", "gtsrb"]):
-        lines = uefl(*arguments, **environment).stdout.splitlines()
-        assert max(map(len, lines)) <= 80, arguments
-    lines = [line.rstrip() for line in uefl("list", "uefl", "folder", **environment).stdout.splitlines()]
+        lines = call_cli(*arguments).stdout.splitlines()
+        assert 0 < max(map(len, lines)) <= 80, arguments
+    lines = [line.rstrip() for line in call_cli("list", "uefl", "folder").stdout.splitlines()]
     start = lines.index("  rounds=8  (whole number ≥ 1)")
     assert lines[start + 1] == "      Communication rounds of the first iteration."
-    assert "  shifts=rotate:0,rotate:-50,rotate:120  (list of text)" in uefl("list", "uefl", "mnist", COLUMNS="").stdout
-    wide = uefl("list", "uefl", "folder", COLUMNS="130").stdout
+    assert "  shifts=rotate:0,rotate:-50,rotate:120  (list of text)" in call_cli("list", "uefl", "mnist").stdout
+    process = uefl("list", "uefl", "folder").stdout  # a pipe, as between two programs
+    assert [line.rstrip() for line in process.splitlines()] == lines
+    monkeypatch.setenv("COLUMNS", "130")
+    wide = call_cli("list", "uefl", "folder").stdout
     assert any(line.split()[:3] == ["rounds", "8", "whole"] for line in wide.splitlines())
 
 
@@ -210,25 +213,25 @@ def test_methods_and_readers_of_an_installed_package_are_found_by_name(tmp_path:
 
 
 def test_compare_names_uncertain_silos_and_ends_with_one_table(tmp_path: Path) -> None:
-    answer = uefl("compare", *TINY_SETTINGS, "--out", str(tmp_path))
-    assert answer.returncode == 0, answer.stderr
+    answer = call_cli("compare", *TINY_SETTINGS, "--out", str(tmp_path))
+    assert answer.code == 0, answer.stderr
     assert "uefl: after round 3," in answer.stdout
     assert "codewords" in answer.stdout
     assert all(text in answer.stdout for text in ("D1-1", "D3 (120°)", "mA, mE, mP", "two FedAvg variants"))
     (figure,) = tmp_path.glob("compare-*/figure.png")
-    shown = uefl("show", str(figure.parent))
-    assert shown.returncode == 0, shown.stderr
+    shown = call_cli("show", str(figure.parent))
+    assert shown.code == 0, shown.stderr
     assert shown.stdout.strip() in answer.stdout
-    again = uefl("compare", *TINY_SETTINGS, "--out", str(tmp_path))
+    again = call_cli("compare", *TINY_SETTINGS, "--out", str(tmp_path), "--workers", "1")
     assert again.stdout.count("already finished") == 4
 
 
 def test_a_run_whose_replies_are_all_unusable_reports_it(tmp_path: Path) -> None:
     message = "no reply could be used"
-    answer = uefl("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "local.lr=1e12", "--out", str(tmp_path))
-    assert answer.returncode == 0, answer.stderr
+    answer = call_cli("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "local.lr=1e12", "--out", str(tmp_path))
+    assert answer.code == 0, answer.stderr
     assert message in answer.stdout
-    assert message not in uefl("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "--out", str(tmp_path)).stdout
+    assert message not in call_cli("run", "fedavg", *TINY_SETTINGS_NO_CODEBOOK, "--out", str(tmp_path)).stdout
 
 
 def test_a_setting_applies_to_every_method_that_has_it() -> None:

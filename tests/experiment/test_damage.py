@@ -239,14 +239,14 @@ def test_a_read_only_disk_is_one_line(
 def test_ctrl_c_names_the_way_to_resume(photos: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "uefl.cli.main", *make_command(photos, tmp_path), "seed=2"]
     command[command.index("rounds=6")] = "rounds=5000"
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(tmp_path.glob(f"*/{RunFolder.CHECKPOINT_FILE}")):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    try:
-        _, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()  # an endless run would slow down the other tests
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while process.poll() is None and not list(tmp_path.glob(f"*/{RunFolder.CHECKPOINT_FILE}")):
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()  # a process that is left behind would fail another test
     assert (process.returncode, errors.strip()) == (
         130,
         "uefl: stopped; the same command resumes after the last completed round",

@@ -41,9 +41,17 @@ def is_running(pid: int) -> bool:
 
 def stop_after_a_round(out: Path, number: int) -> int:
     """Start the run, send a signal to its process group after one more round, and return its exit code."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*COMMAND, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
+    ) as process:
+        try:
+            return stop_process(process, out, number)
+        finally:
+            process.kill()  # a process that is left behind would fail another test
+
+
+def stop_process(process: subprocess.Popen[bytes], out: Path, number: int) -> int:
+    """Send a signal to the process after its next checkpoint, and wait until it and its workers have ended."""
     before = {path: path.stat().st_mtime_ns for path in out.glob(f"*/{RunFolder.CHECKPOINT_FILE}")}
 
     def has_new_checkpoint() -> bool:
@@ -57,7 +65,7 @@ def stop_after_a_round(out: Path, number: int) -> int:
         os.killpg(process.pid, number)  # as a terminal does
     else:
         os.kill(process.pid, number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert b"Traceback" not in errors
     wait_for(lambda: not any(map(is_running, workers)), "the end of the workers")
     return process.returncode

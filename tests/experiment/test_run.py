@@ -56,7 +56,7 @@ def kill_run(out: Path, file_name: str) -> None:
         if any(before.get(f) != f.stat().st_mtime_ns for f in out.glob(f"*/{file_name}")):
             break
         time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()  # no error if the run has just ended
     process.communicate()
 
 

@@ -150,7 +150,7 @@ def test_the_run_script_reports_an_error_in_one_line_and_exits_with_code_2(folde
     script = edit_config(folder, 'method = "centralized"').with_name("run.sh")
     search_path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": search_path}
-    completed = subprocess.run([script], capture_output=True, text=True, env=env, timeout=60)
+    completed = subprocess.run([script], capture_output=True, text=True, env=env, timeout=300)
     assert completed.returncode == 2
     reason = "it needs all data in one place; use engine=serial"
     assert completed.stderr == f"uefl: centralized cannot run on Flower: {reason}\n"

@@ -77,7 +77,7 @@ class Site:
             self.machine.wrap(*command),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             env={**os.environ, **variables},
         )
 
@@ -225,7 +225,7 @@ def test_a_registered_silo_on_another_machine_connects_and_ends_at_sigterm(site)
         line = next(line for line in node.stdout if "connected to" in line or "attempt" in line)
     finally:
         node.terminate()
-    rest = node.communicate(timeout=30)[0]
+    rest = node.communicate(timeout=300)[0]
     assert f"silo north: connected to {site.machine.host_address}:{site.port} as node" in line
     assert "silo north: stopped" in rest
     assert node.returncode == 0

@@ -37,7 +37,7 @@ def test_silos_reject_a_run_with_another_app_by_name_and_never_load_it(tmp_path)
     folder = write_deployment(tmp_path / "f", silos, address="127.0.0.1", port=port)
     for i, silo in enumerate(silos):
         write_digits(folder / "silos" / silo / "data", "rotate:0", i, num_images=20)
-    write_run_settings(folder, "rounds=1 iterations=1", method="fedavg", connect_timeout=8.0)
+    write_run_settings(folder, "rounds=1 iterations=1", method="fedavg")
     (folder / "coordinator/app/uefl_app/client_app.py").write_text(FOREIGN_APP.format(marker=str(marker)))
     with open_local_federation(folder, port) as processes:
         start_processes(processes, silos, Console(quiet=True))

@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import SystemRandom
 from uuid import uuid4
 
 from uefl.core.errors import ResumableError
 
+# An outgoing connection could take a higher port before the coordinator listens at it; Ray takes lower ones.
+PORTS = range(20000, 32768, 2)
 PROCESS_MARKER = "UEFL_PROCESS_MARKER"  # environment variable of all started processes: some leave our process group
 
 
@@ -148,9 +151,9 @@ def list_marked_processes(variable: str, value: str) -> list[int]:
 def find_free_port() -> int:
     """Return a port at which no process listens, nor at the next one, which a coordinator needs too."""
     while True:
-        with socket.socket() as probe, socket.socket() as next_probe, suppress(OSError, OverflowError):
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = SystemRandom().choice(PORTS)
+        with socket.socket() as probe, socket.socket() as next_probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             next_probe.bind(("127.0.0.1", port + 1))
             return port
 
