@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import LOCAL, SHORT_RUN, make_network, make_short_method, make_striped_silo, run_rounds
+from harness import LOCAL, SHORT_RUN, have_equal_bits, make_network, make_short_method, make_striped_silo, run_rounds
 from test_stacked_engine import ALWAYS_EXTENDED, OTHER_METHODS, assert_close, find_difference, make_encoder
 
 from uefl.algorithms import METHODS, centroids
@@ -132,6 +132,30 @@ def test_one_seed_of_all_stacks_works_for_later_at_a_time():
     run_together([(stack, [partial(run_seed, stack, seed) for seed in SEEDS]) for stack in stacks])
     assert len(most) > 8
     assert max(most) == 1
+
+
+def test_the_bits_do_not_depend_on_which_seed_is_ready_first():
+    method, seeds = make_short_method(FedAvg), (0, 3, 4)
+
+    def run_in_order(order: tuple[int, ...]) -> dict[int, Any]:
+        stack, results = SeedStack(), {}
+        is_open = {seed: threading.Event() for seed in order}
+
+        def run_seed(seed: int) -> None:
+            for earlier in order[: order.index(seed)]:
+                with stack.yield_turn():
+                    assert is_open[earlier].wait(60)
+            clients = stack.open_clients(list(method.prepare_silos(make_silos(seed))), make_net(method, seed), seed)
+            is_open[seed].set()
+            assert clients.number == seeds.index(seed), "its place in the stack"
+            results[seed] = run_rounds(method, clients)[0]
+
+        stack.run([partial(run_seed, seed) for seed in seeds])
+        return results
+
+    first, second = run_in_order((0, 3, 4)), run_in_order((4, 3, 0))
+    for seed in seeds:
+        assert have_equal_bits(first[seed].model_state, second[seed].model_state)
 
 
 def test_an_error_in_one_stack_stops_the_other():

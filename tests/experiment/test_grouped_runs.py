@@ -7,6 +7,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK
 from uefl.core.errors import ResumableError
 from uefl.engines.stacked.seed_stack import SeedStack, SharedLocks
 from uefl.experiment import grouped_runs
+from uefl.experiment.checkpoint import read_round
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import choose_num_stacks, group_runs, run_group
 from uefl.experiment.parsing import parse_experiments
@@ -88,6 +90,57 @@ def test_seeds_end_as_alone_also_after_an_interruption(experiments, tmp_path):
         on_event=lambda name, event: finished.append(name) if event["kind"] == "finished" else None,
     )
     assert sorted(finished) == sorted(experiments)
+
+
+@pytest.mark.parametrize("stopped", ["seed 3", "seed 5"])
+def test_a_resumed_stack_ends_with_the_same_bits(stopped, tmp_path):
+    """In float32, in which a seed's bits depend on the silos that train beside it."""
+    seeds = {}
+    for seed in (3, 4, 5):
+        settings = ["fedavg", *TINY_SETTINGS_NO_CODEBOOK, f"seed={seed}"]
+        (seeds[f"seed {seed}"],) = parse_experiments(settings, [], "default").values()
+
+    def stop_in_round_two(name: str, event: Event) -> None:
+        if name == stopped and event["kind"] == "round" and event["record"]["round"] == 2:
+            raise ResumableError("stopped by the test")
+
+    starts: list[int] = []
+
+    def listen(_name: str, event: Event) -> None:
+        if event["kind"] == "start":
+            starts.append(event["round"])
+
+    whole = run_group(seeds, tmp_path / "whole", engine="stacked", on_event=ignore)
+    with pytest.raises(ResumableError):
+        run_group(seeds, tmp_path / "resumed", engine="stacked", on_event=stop_in_round_two)
+    rounds = [read_round(path) for path in (tmp_path / "resumed").glob(f"*/{RunFolder.CHECKPOINT_FILE}")]
+    assert sorted(rounds) == [2, 3, 3], "the seeds that did not stop are one round ahead"
+    resumed = run_group(seeds, tmp_path / "resumed", engine="stacked", on_event=listen)
+    assert starts == [2, 2, 2]
+    for name, folder in whole.items():
+        assert RunFolder(folder).model_path.read_bytes() == RunFolder(resumed[name]).model_path.read_bytes()
+
+
+def test_seeds_that_are_further_apart_lose_no_rounds(tmp_path):
+    seeds = {}
+    for seed in (3, 4):
+        settings = ["fedavg", *TINY_SETTINGS_NO_CODEBOOK, f"seed={seed}"]
+        (seeds[f"seed {seed}"],) = parse_experiments(settings, [], "default").values()
+
+    def stop_in_round_three(_name: str, event: Event) -> None:
+        if event["kind"] == "round" and event["record"]["round"] == 3:
+            raise ResumableError("stopped by the test")
+
+    starts: dict[str, int] = {}
+
+    def listen(name: str, event: Event) -> None:
+        if event["kind"] == "start":
+            starts[name] = event["round"]
+
+    with pytest.raises(ResumableError):
+        run(seeds["seed 3"], tmp_path, engine="stacked", on_event=partial(stop_in_round_three, "seed 3"))
+    run_group(seeds, tmp_path, engine="stacked", on_event=listen)
+    assert starts == {"seed 3": 3, "seed 4": 0}
 
 
 def test_seeds_in_two_stacks_resume_and_end_as_alone(tmp_path, monkeypatch):

@@ -106,6 +106,15 @@ def load_checkpoint(path: Path, device: torch.device | str) -> tuple[ServerState
     return server, {s: {n: t.to(device) for n, t in state.items()} for s, state in tensors.client_states.items()}
 
 
+def read_round(path: Path) -> int:
+    """Return the round of a checkpoint without loading its tensors; 0 if there is none, or a damaged one."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return int(json.loads(file.metadata()[METADATA_KEY])["round"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return 0
+
+
 def start_copy_to_host(tensors: Tensors) -> Callable[[], Tensors]:
     """Start to copy tensors to the host's memory, those of one type on a device in one transfer.
 

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
 from uefl.engines.stacked.stack_size import compute_stack_size, count_activations
+from uefl.experiment.checkpoint import read_round
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.round_writer import DeferredWriter
 from uefl.experiment.run import (
     Engine,
     Event,
     PreparedRun,
+    find_run_path,
     free_cached_memory,
     make_engine_listeners,
     make_engine_settings,
@@ -23,6 +25,7 @@ from uefl.experiment.run import (
     run,
     run_with_clients,
 )
+from uefl.experiment.run_folder import RunFolder
 
 MIN_SEEDS_OF_TWO_STACKS = 4
 
@@ -111,6 +114,10 @@ def _run_in_stacks(
     settings = {**make_engine_settings(runs[first]), **make_engine_listeners(partial(on_event, first))}
     stacks = [SeedStack(locks=locks, own_stream=i > 0, **settings) for i in range(num_stacks)]
 
+    seeds = {name: i * num_stacks // len(runs) for i, name in enumerate(runs)}  # by name: the number of its stack
+    groups = [{n: run_ for n, run_ in runs.items() if seeds[n] == i} for i in range(num_stacks)]
+    max_rounds = [find_common_round(group, root) for group in groups]
+
     def run_seed(stack: SeedStack, name: str, prepared: PreparedRun) -> None:
         writer = DeferredWriter(stack.yield_turn)
 
@@ -121,13 +128,21 @@ def _run_in_stacks(
         folders[name] = run_with_clients(
             *(prepared.experiment, root, prepared.context, open_clients, partial(on_event, name)),
             writer=writer,
+            max_round=max_rounds[seeds[name]],
         )
 
-    seeds = {name: i * num_stacks // len(runs) for i, name in enumerate(runs)}  # by name: the number of its stack
     run_together(
-        [
-            (stack, [partial(run_seed, stack, name, runs[name]) for name in runs if seeds[name] == i])
-            for i, stack in enumerate(stacks)
-        ]
+        [(stack, [partial(run_seed, stack, *item) for item in group.items()]) for stack, group in zip(stacks, groups)]
     )
     return folders
+
+
+def find_common_round(runs: Mapping[str, PreparedRun], root: Path) -> int | None:
+    """Return the round after which all unfinished runs of a stack resume, or None if each resumes after its own.
+
+    A seed that is one round ahead repeats it: results depend on the silos of a stack, to rounding, and in an
+    uninterrupted run all seeds are in the same round. Seeds that are further apart were started at other times.
+    """
+    folders = [RunFolder(find_run_path(run_.experiment, root, run_.context)) for run_ in runs.values()]
+    rounds = [read_round(folder.checkpoint_path) for folder in folders if not folder.is_finished]
+    return min(rounds) if rounds and max(rounds) - min(rounds) == 1 else None

@@ -34,7 +34,7 @@ from uefl.engines.processes.worker_pool import choose_num_workers
 from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
 from uefl.experiment.chance import compute_chance_accuracy
-from uefl.experiment.checkpoint import load_checkpoint, save_checkpoint
+from uefl.experiment.checkpoint import load_checkpoint, read_round, save_checkpoint
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, explain_write_errors, write_text
 from uefl.experiment.held_out import collect_held_out, save_held_out
@@ -238,10 +238,16 @@ def run_with_clients(
     on_event: Listener = lambda _: None,
     *,
     writer: RoundWriter | None = None,
+    max_round: int | None = None,
 ) -> Path:
-    """Run, resume or find an experiment with any clients; they are opened only if rounds remain."""
-    name = f"{experiment.method_name}-{experiment.data.name}-{experiment.run_id(context.fingerprint)}"
-    folder, writer = RunFolder(ensure_writable_folder(root / name)), writer or RoundWriter()
+    """Run, resume or find an experiment with any clients; they are opened only if rounds remain.
+
+    A run is resumed after `max_round` at the latest.
+    """
+    folder, writer = (
+        RunFolder(ensure_writable_folder(find_run_path(experiment, root, context))),
+        writer or RoundWriter(),
+    )
     # The supervisor of a deployed run resumes it by its exit code; elsewhere, a user has to free the disk.
     explain_errors = explain_disk_errors if context.engine == "flower" else explain_write_errors
     with explain_errors(root), folder.lock():
@@ -259,9 +265,14 @@ def run_with_clients(
                 folder.remove_header()
             raise
         with opened as clients:
-            server = run_rounds(experiment, clients, folder, on_event, writer)
+            server = run_rounds(experiment, clients, folder, on_event, writer, max_round)
             write_results(folder, experiment, server, clients, context, writer)
     return folder.path
+
+
+def find_run_path(experiment: Experiment, root: Path, context: RunContext) -> Path:
+    """Return the folder of a run."""
+    return root / f"{experiment.method_name}-{experiment.data.name}-{experiment.run_id(context.fingerprint)}"
 
 
 def run_rounds(
@@ -270,9 +281,10 @@ def run_rounds(
     folder: RunFolder,
     on_event: Listener,
     writer: RoundWriter,
+    max_round: int | None = None,
 ) -> ServerState:
     """Run the remaining rounds; after each, write its records and then the checkpoint that follows them."""
-    method, resumed = experiment.method, _resume(clients, folder, on_event)
+    method, resumed = experiment.method, _resume(clients, folder, on_event, max_round)
     next_record = resumed.open_record.get("round", resumed.round + 1) if resumed else 1
     earlier = records.read_first_records(folder.records_path, next_record - 1)
     write_text(folder.records_path, "".join(json.dumps(record, sort_keys=True) + "\n" for record in earlier))
@@ -302,10 +314,12 @@ def run_rounds(
     return server
 
 
-def _resume(clients: Engine, folder: RunFolder, on_event: Listener) -> ServerState | None:
-    """Load the last checkpoint, or the one before it if the last is damaged; None if there is none."""
+def _resume(clients: Engine, folder: RunFolder, on_event: Listener, max_round: int | None = None) -> ServerState | None:
+    """Load the last checkpoint, or the one before it if the last is damaged or too late; None if there is none."""
     errors: list[str] = []
     for path in filter(Path.exists, folder.checkpoint_paths):
+        if max_round is not None and read_round(path) > max_round:
+            continue
         try:
             server, clients.client_states = load_checkpoint(path, clients.device)
         except InputError as e:

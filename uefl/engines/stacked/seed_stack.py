@@ -2,7 +2,7 @@
 
 Every seed runs its rounds in a thread of its own, as if alone: own data, weights, noise, decisions and client states. A
 request of its server waits until all seeds have made one; then the silos of all seeds that asked for the same task
-of the same round run in one stack. So a seed's result does not depend on which seeds run beside it.
+of the same round run in one stack. So a seed's result depends on the seeds beside it by rounding alone.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class SeedClients:
     """The clients of one seed of a stack; an engine for its server, and its part of the data for the stack."""
 
     stack: SeedStack
+    number: int  # of the seed in its stack
     seed: int
     silos: Sequence[Silo]
     net: nn.Module
@@ -108,6 +109,7 @@ class SeedStack:
         self._replies: dict[SeedClients, list[Reply]] = {}
         self._is_device_busy = False  # with the steps of a round, so seeds may do what nothing waits for
         self._running = 0  # seeds whose thread has not ended
+        self._thread = threading.local()  # has the number of the thread's seed
         self._members: list[SeedClients] = []
         self._errors: list[BaseException] = []
         self._is_stopped = False
@@ -124,14 +126,15 @@ class SeedStack:
         net = copy_to_device(net, self.device, dtype)
         tensors = {name: t.clone() for name, t in net.state_dict().items()}
         silos = sorted(silos, key=lambda silo: silo.name)
-        clients = SeedClients(self, seed, silos, net, tensors, self.device, while_waiting)
+        number = self._thread.number
+        clients = SeedClients(self, number, seed, silos, net, tensors, self.device, while_waiting)
         with self._lock:
             self._members.append(clients)
         return clients
 
     def run(self, seeds: Sequence[Callable[[], None]]) -> None:
         """Run the seeds' functions to their end, each in a thread; the first error stops all of them."""
-        threads = [threading.Thread(target=self._run_seed, args=(seed,), daemon=True) for seed in seeds]
+        threads = [threading.Thread(target=self._run_seed, args=pair, daemon=True) for pair in enumerate(seeds)]
         self._running = len(threads)
         for thread in threads:
             thread.start()
@@ -179,7 +182,8 @@ class SeedStack:
         """Return the context of this stack's queue; on a CPU, torch's would initialize a GPU that the machine has."""
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
 
-    def _run_seed(self, seed: Callable[[], None]) -> None:
+    def _run_seed(self, number: int, seed: Callable[[], None]) -> None:
+        self._thread.number = number
         try:
             if self.device.index is not None:
                 torch.cuda.set_device(self.device)  # each thread has a current device of its own
@@ -220,7 +224,8 @@ class SeedStack:
     def _answer(self, requests: Mapping[SeedClients, Request]) -> None:
         if self._engine is None:
             listener = self._note_busy_device
-            self._engine = SeedStackEngine(self._members, listener, self._turn, **self._engine_settings)
+            members = sorted(self._members, key=lambda member: member.number)  # threads open their clients in any order
+            self._engine = SeedStackEngine(members, listener, self._turn, **self._engine_settings)
         replies = self._engine.answer(requests)
         with self._lock:
             self._is_device_busy = False
@@ -292,7 +297,6 @@ class SeedStackEngine(StackedEngine):
         **settings: Any,
     ) -> None:
         self._on_steps_queued, self._turn = on_steps_queued, turn
-        self._numbers = {member: number for number, member in enumerate(members)}
         self._owners = {self._label(m, silo.name): (m, silo.name) for m in members for silo in m.silos}
         silos = [replace(silo, name=self._label(m, silo.name)) for m in members for silo in m.silos]
         self._methods: list[Method] = []  # of all seeds; equal ones once
@@ -360,4 +364,4 @@ class SeedStackEngine(StackedEngine):
         return client_state
 
     def _label(self, clients: SeedClients, silo_name: str) -> str:
-        return f"{self._numbers[clients]}{SEPARATOR}{silo_name}"
+        return f"{clients.number}{SEPARATOR}{silo_name}"
