@@ -71,11 +71,15 @@ _CODEBOOKS = {
 }
 
 
-def replace_rounds(arguments: str) -> str:
+_GROUP_RULES = {"in groups by halves": "halves", "in groups": "spacing"}
+
+
+def replace_rounds(arguments: str, alike_rule: str) -> str:
     """Return arguments with rounds in groups of alike silos in place of the last third of the rounds."""
     if "heart" in arguments:
-        return f"{arguments} iterations=2 group_rounds=5"
-    return arguments.replace("rounds=7 extra_rounds=5", "rounds=5 extra_rounds=3 group_rounds=4")
+        return f"{arguments} iterations=2 group_rounds=5 alike_rule={alike_rule}"
+    groups = f"rounds=5 extra_rounds=3 group_rounds=4 alike_rule={alike_rule}"
+    return arguments.replace("rounds=7 extra_rounds=5", groups)
 
 
 TRIALS = {
@@ -112,7 +116,7 @@ TRIALS = {
                 "UEFL, linear, fixed gate .1, no dropout, fine-tuned": f"uefl dropout=0 {_FIXED_GATE}",
                 "UEFL, linear, fixed gate .1, dropout .1, fine-tuned": f"uefl dropout=0.1 {_FIXED_GATE}",
                 "UEFL, linear, fixed gate .1, dropout .1, in groups, fine-tuned": (
-                    f"uefl dropout=0.1 {_FIXED_GATE} iterations=2 group_rounds=5"
+                    f"uefl dropout=0.1 {_FIXED_GATE} iterations=2 group_rounds=5 alike_rule=spacing"
                 ),
             }.items()
             for w in (0.003, 0.01, 0.03)
@@ -144,9 +148,11 @@ TRIALS = {
     "digits, codebook": {
         **{f"UEFL, {label}": f"uefl {_CHOSEN_DIGITS} {settings}" for label, settings in _CODEBOOKS.items()},
         **{
-            f"UEFL, gate from {gate:g}, in groups, {e} epochs": (
-                f"uefl {replace_rounds(_CHOSEN_DIGITS)} {_TASK} gate=learned gate_value={gate} fine_tuning_epochs={e}"
+            f"UEFL, gate from {gate:g}, {label}, {e} epochs": (
+                f"uefl {replace_rounds(_CHOSEN_DIGITS, rule)} {_TASK} gate=learned gate_value={gate} "
+                f"fine_tuning_epochs={e}"
             )
+            for label, rule in _GROUP_RULES.items()
             for gate in (0.1, 0.25)
             for e in (5, 10)
         },
@@ -169,7 +175,8 @@ TRIALS = {
             "UEFL, own batch norm": f"uefl {arguments} batch_norm=personal fine_tuning_epochs=0",
             "UEFL, own batch norm, epochs: 2": f"uefl {arguments} batch_norm=personal fine_tuning_epochs=2",
             **{
-                f"UEFL, in groups, epochs: {e}": f"uefl {replace_rounds(arguments)} fine_tuning_epochs={e}"
+                f"UEFL, {label}, epochs: {e}": f"uefl {replace_rounds(arguments, rule)} fine_tuning_epochs={e}"
+                for label, rule in _GROUP_RULES.items()
                 for e in (0, 2, 5)
             },
         }

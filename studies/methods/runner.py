@@ -35,6 +35,7 @@ RunRecord = dict[str, Any]
 # Settings that were added after the first records, with the value at which a record without them is still the same run.
 ADDED_SETTINGS: Mapping[str, Any] = {
     "method.batch_norm": "personal",  # FedBN, before it was a value of this setting
+    "method.codebook.alike_rule": "spacing",
     "method.codebook.codeword_gradient": "code",
     "method.codebook.gate": "none",
     "method.codebook.gate_value": 0.75,
@@ -116,6 +117,8 @@ def identify_run(experiment: Experiment) -> RunRecord:
         ".".join(path): value for path, value in iterate_settings(experiment) if defaults.get(path, ...) != value
     }
     seed = changed.pop("seed", 0)
+    if not changed.get("method.group_rounds"):  # no study shares codewords of alike silos, the other use of the rule
+        changed.pop("method.codebook.alike_rule", None)
     identity: RunRecord = json.loads(
         json.dumps({"algorithm": experiment.method_name, "seed": seed, "settings": changed})
     )

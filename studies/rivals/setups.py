@@ -169,6 +169,22 @@ def make_preset_setup(preset: str, data: str, *settings: str, title: str, seeds:
     )
 
 
+def train_in_groups(setup: Setup) -> Setup:
+    """Return a setup of a preset in which UEFL's last iteration trains groups of alike silos, with IFCA beside it.
+
+    IFCA knows how many rotations there are.
+    """
+    uefl = setup.rows[UEFL].trials[0]
+    shared = {name: value for name, value in setup.rows[FEDAVG].trials[0].method.items() if name != "start"}
+    rounds = {"iterations": uefl.method["iterations"] - 1, "group_rounds": uefl.method["extra_rounds"]}
+    rows = {
+        **{name: row for name, row in setup.rows.items() if name != UEFL},
+        "IFCA, 3 models": Row(method="ifca", trials=(Trial(label="preset", method={**shared, "num_models": 3}),)),
+        UEFL: Row(method="uefl", trials=(replace(uefl, method={**uefl.method, **rounds}),)),
+    }
+    return replace(setup, title=f"{setup.title}, UEFL in groups of alike silos", rows=rows)
+
+
 SETUPS: Mapping[str, Setup] = {
     "rotated": ROTATED,
     "rotated-again": replace(
@@ -217,6 +233,9 @@ SETUPS: Mapping[str, Setup] = {
         receivers=(),
     ),
     "default": make_preset_setup("default", "mnist5k", title="Embedded digits, nine silos", seeds=range(120, 130)),
+    "default-groups": train_in_groups(
+        make_preset_setup("default", "mnist5k", *LAST_ROUND, title="Embedded digits, nine silos", seeds=range(150, 160))
+    ),
     "default-fashion": make_preset_setup(
         "default", "fmnist", *LAST_ROUND, title="Fashion-MNIST, nine silos", seeds=range(120, 130)
     ),

@@ -135,6 +135,8 @@ def make_uefl_trial(
     **fields: Any,
 ) -> Trial:
     """Return UEFL with a learned gate, own batch norm and fine-tuning, or with other values of these."""
+    if rounds and "group_rounds" in rounds:
+        fields = {"alike_rule": "spacing", **fields}  # the only rule when these tables were made
     codebook = make_codebook(**{"num_codewords": 1024, "gate": "learned", "gate_value": 0.9, **fields})
     method = {"codebook": codebook, "batch_norm": batch_norm, "fine_tuning_epochs": epochs, **(rounds or {})}
     return Trial(label=label, method=method, model=model or {})

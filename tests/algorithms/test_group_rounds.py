@@ -18,6 +18,7 @@ from harness import (
     run_rounds,
 )
 
+from uefl.algorithms import extensible_codebook
 from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
 from uefl.core.federation import Silo, is_codeword_tensor
@@ -117,4 +118,27 @@ def test_a_run_names_its_groups_and_predicts_with_their_models(tmp_path):
     answer = call_cli("run", "uefl", *TINY_SETTINGS, "group_rounds=1", "--out", str(tmp_path))
     assert answer.code == 0
     text = " ".join(answer.stdout.split())
-    assert "after the last round, groups of alike silos trained one model each: D1-1" in text
+    assert "after the last shared round, groups of alike silos trained one model each: D1-1" in text
+
+
+def test_silos_alike_to_no_other_train_one_model_together():
+    brightness = {"ada": 0.0, "bob": 4.0, "cyd": 0.0, "dan": -4.0}
+    silos = [
+        Silo(name, *(make_pattern_examples(n, 10 * i + j, value) for j, n in enumerate((60, 9, 9))))
+        for i, (name, value) in enumerate(brightness.items())
+    ]
+    method = make_group_method()
+    clients = make_clients(method, silos, feature_norm="none")
+    _, records = run_rounds(method, clients)
+    assert records[-1]["groups"] == [("ada", "cyd"), ("bob", "dan")]
+    assert records[-1]["unlike_silos"] == ("bob", "dan")
+    assert have_equal_bits(get_weights(clients, "bob"), get_weights(clients, "dan"))
+
+
+def test_with_the_earlier_rule_silos_alike_to_no_other_train_alone(monkeypatch):
+    monkeypatch.setattr(extensible_codebook, "group_by_spacing", lambda centroids: [(name,) for name in centroids])
+    codebook = replace(make_group_method().codebook, alike_rule="spacing")
+    _, records, clients = run_groups(make_group_method(codebook=codebook))
+    assert records[-1]["groups"] == [(name,) for name in BRIGHTNESS]
+    assert records[-1]["unlike_silos"] == ()
+    assert not have_equal_bits(get_weights(clients, "ada"), get_weights(clients, "cyd"))

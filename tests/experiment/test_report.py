@@ -17,7 +17,13 @@ from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, print_results, sele
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.parsing import parse_experiments, parse_seeds
 from uefl.experiment.progress import ProgressDisplay
-from uefl.experiment.report import describe_decision, describe_revocation, make_comparison_table, print_runs
+from uefl.experiment.report import (
+    describe_decision,
+    describe_grouping,
+    describe_revocation,
+    make_comparison_table,
+    print_runs,
+)
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.seeds import (
     SEEDS_TABLE_FILE,
@@ -507,3 +513,20 @@ def test_the_names_of_metrics_and_of_shared_sums_are_unambiguous():
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     names = [name for metric in METRICS for name in metric.sums]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("groups", "unlike", "expected"),
+    [
+        ([["a", "b"], ["c", "d"]], [], "groups of alike silos trained one model each: a, b; c, d"),
+        (
+            [["a", "b"], ["c", "d"]],
+            ["c", "d"],
+            "groups of alike silos trained one model each: a, b; silos alike to no other, together: c, d",
+        ),
+        ([["a", "b", "c"]], [], "all silos are alike and trained one model together: a, b, c"),
+        ([["a", "b", "c"]], ["a", "b", "c"], "no two silos are alike, so all trained one model together: a, b, c"),
+    ],
+)
+def test_groups_are_named_with_the_silos_that_are_alike_to_no_other(groups, unlike, expected):
+    assert describe_grouping(groups, unlike) == expected

@@ -16,6 +16,7 @@ from uefl.core.noise import derive_key
 from uefl.core.small_clusters import merge_small_clusters
 
 MAX_FEATURE = 1e12  # squares of larger features may overflow in K-means
+WHOLE = -1  # all examples of a silo, not one of its halves 0 and 1
 
 
 class Centroids(NamedTuple):
@@ -43,6 +44,7 @@ def encode_features(model: ClientModel, batch: Batch, *, batch_size: int) -> Ten
         "features": features,
         "owners": _find_owners(batch, features.shape[1]),
         "num_codewords": model.extras["num_codewords"],
+        "half": model.extras.get("half", torch.tensor(WHOLE)),
         "noise_key": torch.as_tensor(batch.noise_key),
     }
 
@@ -50,6 +52,7 @@ def encode_features(model: ClientModel, batch: Batch, *, batch_size: int) -> Ten
 def cluster_features(encoded: Sequence[Tensors], *, min_examples: int) -> list[Tensors]:
     """Run K-means on the features of several silos at once and return the centroids of each."""
     answers: dict[int, Tensors] = {}
+    encoded = [select_half(silo) for silo in encoded]
     sizes = [int(silo["num_codewords"]) for silo in encoded]
     for v in sorted(set(sizes)):
         rows = [i for i, size in enumerate(sizes) if size == v]
@@ -63,6 +66,14 @@ def cluster_features(encoded: Sequence[Tensors], *, min_examples: int) -> list[T
             own_clusters = [next(clusters) for _ in encoded[i]["features"]]
             answers[i] = finish_centroids(encoded[i], own_clusters, min_examples)
     return [answers[i] for i in range(len(encoded))]
+
+
+def select_half(encoded: Tensors) -> Tensors:
+    """Return the features of every other example, or group, of a silo, if one of its halves is asked for."""
+    if int(encoded["half"]) == WHOLE:
+        return encoded
+    is_selected = encoded["owners"] % 2 == encoded["half"]
+    return {**encoded, "features": encoded["features"][:, is_selected], "owners": encoded["owners"][is_selected]}
 
 
 def finish_centroids(encoded: Tensors, clusters: Sequence[Clusters], min_examples: int) -> Tensors:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from uefl.algorithms.alike_silos import group_alike_silos
+from uefl.algorithms.alike_silos import Halves, group_by_halves, group_by_spacing
 from uefl.algorithms.centroids import (
+    WHOLE,
     Centroids,
     cluster_features,
     compute_centroids,
@@ -129,6 +130,12 @@ class ExtensibleCodebook(CodebookHooks):
         "silo",
         "New codewords per uncertain silo, together for all uncertain silos (group), or together for those whose "
         "centroids are alike (D7).",
+    )
+    alike_rule: Literal["halves", "spacing"] = setting(
+        "halves",
+        "Silos are alike if their centroids are as close as those of two halves of a silo, or (spacing) closer than "
+        "those of one silo are to each other (D35).",
+        in_run_id="when changed",
     )
     extension_growth: Literal["constant", "double"] = setting(
         "constant", "Codewords per extension: v, or as many as the silo with most codewords has (D8)."
@@ -319,7 +326,7 @@ class ExtensibleCodebook(CodebookHooks):
             access_rows = server.access[[server.silo_names.index(name) for name in silo_names]]
             v = int(access_rows.sum(1).max())
         server, centroids = self.query_centroids(method, clients, server, silo_names, v)
-        groups = self.group_receivers(centroids)
+        server, groups = self.group_receivers(method, clients, server, centroids)
         if self.new_codeword_init == "gaussian":
             centroids = {n: self.draw_codewords(clients.seed, n, server.round, c) for n, c in centroids.items()}
         if self.retention == "newest":
@@ -335,13 +342,31 @@ class ExtensibleCodebook(CodebookHooks):
         """Return the number v of codewords of the initial codebook and of every extension."""
         return self.num_codewords or get_extension_size(server)
 
-    def group_receivers(self, centroids: Mapping[str, Centroids]) -> list[tuple[str, ...]]:
+    def group_receivers(
+        self, method: FedAvg, clients: Clients, server: ServerState, centroids: Mapping[str, Centroids]
+    ) -> tuple[ServerState, list[tuple[str, ...]]]:
         """Return the groups of silos that share new codewords (D7)."""
         if self.extension_scope == "alike":
-            return group_alike_silos(centroids)
+            if self.alike_rule == "spacing":
+                return server, group_by_spacing(centroids)
+            return self.find_alike_silos(method, clients, server, tuple(centroids))
         if self.extension_scope == "group":
-            return [tuple(centroids)] if centroids else []
-        return [(name,) for name in centroids]
+            return server, [tuple(centroids)] if centroids else []
+        return server, [(name,) for name in centroids]
+
+    def find_alike_silos(
+        self, method: FedAvg, clients: Clients, server: ServerState, silo_names: tuple[str, ...]
+    ) -> tuple[ServerState, list[tuple[str, ...]]]:
+        """Ask silos for centroids and return groups of alike ones; a silo without a valid answer is alone."""
+        if self.alike_rule == "spacing":
+            v = self.get_num_codewords(server)
+            server, centroids = self.query_centroids(method, clients, server, silo_names, v)
+            groups = group_by_spacing(centroids)
+        else:
+            server, halves = self.query_halves(method, clients, server, silo_names)
+            groups = group_by_halves(halves)
+        grouped = {name for group in groups for name in group}
+        return server, [*groups, *((name,) for name in silo_names if name not in grouped)]
 
     @staticmethod
     def draw_codewords(seed: int, silo_name: str, round_number: int, like: Centroids) -> Centroids:
@@ -349,14 +374,29 @@ class ExtensibleCodebook(CodebookHooks):
         noise_key = derive_key(seed, silo_name, round_number, addresses.NEW_CODEWORDS)
         return like._replace(centroids=normal(noise_key, like.centroids.shape).to(like.centroids))
 
+    def query_halves(
+        self, method: FedAvg, clients: Clients, server: ServerState, silo_names: tuple[str, ...]
+    ) -> tuple[ServerState, dict[str, Halves]]:
+        """Ask silos for centroids of each half of their training examples; leave out those without an answer."""
+        v = self.get_num_codewords(server)
+        server, first = self.query_centroids(method, clients, server, silo_names, v, half=0)
+        server, second = self.query_centroids(method, clients, server, silo_names, v, half=1)
+        return server, {name: Halves(first[name], second[name]) for name in first if name in second}
+
     def query_centroids(
-        self, method: FedAvg, clients: Clients, server: ServerState, silo_names: tuple[str, ...], v: int
+        self,
+        method: FedAvg,
+        clients: Clients,
+        server: ServerState,
+        silo_names: tuple[str, ...],
+        v: int,
+        half: int = WHOLE,
     ) -> tuple[ServerState, dict[str, Centroids]]:
         """Ask silos for at most v centroids of their own training features; leave out invalid answers."""
         broadcast = method.make_broadcast(clients, server)
         broadcast = broadcast._replace(
             participants=tuple(name for name in silo_names if clients.num_examples[name]),
-            extras={**broadcast.extras, "num_codewords": torch.tensor(v)},
+            extras={**broadcast.extras, "num_codewords": torch.tensor(v), "half": torch.tensor(half)},
         )
         like = torch.stack([t[:0] for n, t in server.model_state.items() if is_codeword_tensor(n)])  # [M, 0, D]
         replies = list(clients.query(method, "compute_centroids", broadcast, ("train",)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from uefl.algorithms.alike_silos import group_alike_silos
+from uefl.algorithms.alike_silos import list_unlike_silos
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.fine_tuning import FineTuning
@@ -40,8 +40,8 @@ class UEFL(FineTuning):
 
     group_rounds: int = setting(
         0,
-        "Rounds after the last one in which groups of silos, whose centroids are alike, train one model per group, at "
-        "half of the learning rate, falling; local fine-tuning follows. 0: no groups, as in the paper.",
+        "Rounds after the last one in which groups of alike silos train one model per group, and silos alike to no "
+        "other one together, at half of the learning rate, falling; then local fine-tuning. 0: none, as in the paper.",
         at_least=0,
     )
 
@@ -66,9 +66,9 @@ class UEFL(FineTuning):
         if not self.group_rounds:
             return super().train_own_models(clients, server, broadcast, silo_names)
         assert self.codebook
-        num_codewords = self.codebook.get_num_codewords(server)
-        server, centroids = self.codebook.query_centroids(self, clients, server, silo_names, num_codewords)
-        groups = [*group_alike_silos(centroids), *((name,) for name in silo_names if name not in centroids)]
+        server, groups = self.codebook.find_alike_silos(self, clients, server, silo_names)
+        unlike = list_unlike_silos(groups) if self.codebook.alike_rule == "halves" else ()
+        groups = [group for group in groups if not set(group) & set(unlike)] + ([unlike] if unlike else [])
         replies: list[Reply] = []
         for group in groups:
             own = broadcast
@@ -78,7 +78,7 @@ class UEFL(FineTuning):
                 model_state, of_round = self.average_replies(clients, server, own, evaluate=i == 0)
                 own, replies = own._replace(model_state={**own.model_state, **model_state}), [*replies, *of_round]
             replies += self.tune_locally(clients, server, own, group, evaluate=False)
-        return server.replace(open_record={**server.open_record, "groups": groups}), replies
+        return server.replace(open_record={**server.open_record, "groups": groups, "unlike_silos": unlike}), replies
 
     def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
         if broadcast.is_personal or broadcast.round <= self.total_rounds:

@@ -94,6 +94,7 @@ def summarize_records(records: Sequence[Record], domains: dict[str, str]) -> dic
         "extensions": [summarize_decision(r) for r in records if r.get("has_decision")],
         "revocations": [summary for r in records if (summary := summarize_revocation(r))],
         "groups": records[-1].get("groups", []),
+        "unlike_silos": records[-1].get("unlike_silos", []),
         "own_models": summarize_own_models(records[-1]),
         "bytes_up": sum(r["bytes_up"] for r in records),
         "bytes_down": sum(r["bytes_down"] for r in records),

@@ -281,10 +281,22 @@ def describe_groups(runs: Mapping[str, Path]) -> list[str]:
     """Describe which silos trained a model together after the last round."""
     lines = []
     for name, folder in runs.items():
-        if groups := RunFolder(folder).read_summary().get("groups"):
-            listed = "; ".join(", ".join(group) for group in groups)
-            lines.append(f"{name}: after the last round, groups of alike silos trained one model each: {listed}")
+        summary = RunFolder(folder).read_summary()
+        if groups := summary.get("groups"):
+            unlike = summary.get("unlike_silos", [])
+            lines.append(f"{name}: after the last shared round, {describe_grouping(groups, unlike)}")
     return lines
+
+
+def describe_grouping(groups: Sequence[Sequence[str]], unlike: Sequence[str]) -> str:
+    """Describe groups of alike silos; those alike to no other are the last group."""
+    alike = "; ".join(", ".join(group) for group in groups if list(group) != list(unlike))
+    if not alike:
+        return f"no two silos are alike, so all trained one model together: {', '.join(unlike)}"
+    if len(groups) == 1:
+        return f"all silos are alike and trained one model together: {alike}"
+    others = f"; silos alike to no other, together: {', '.join(unlike)}" if unlike else ""
+    return f"groups of alike silos trained one model each: {alike}{others}"
 
 
 def describe_own_models(runs: Mapping[str, Path]) -> list[str]:
