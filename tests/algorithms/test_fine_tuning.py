@@ -111,8 +111,11 @@ def test_the_last_record_also_has_the_metrics_of_the_shared_model(engine, own):
     assert not any("shared" in silo for record in records[:-1] for silo in record["silos"].values())
     for name, entry in plain[-1]["silos"].items():
         shared = records[-1]["silos"][name]["shared"]
-        assert shared["validation"] == entry["validation"]
-        assert shared["nll"] == entry["nll"] != records[-1]["silos"][name]["nll"]
+        expected = {"test nll": entry["nll"], **entry["validation"]}
+        if engine is StackedEngine and "group_rounds" in own:  # silos of a group are measured in a smaller stack
+            expected = pytest.approx(expected, rel=1e-6)
+        assert {"test nll": shared["nll"], **shared["validation"]} == expected
+        assert shared["nll"] != records[-1]["silos"][name]["nll"]
 
 
 @pytest.mark.parametrize("batch_norm", ["average", "personal"])

@@ -136,7 +136,7 @@ def test_seeds_that_are_no_list_of_numbers_are_refused(text: str) -> None:
         ("local.lrr", "local.lr", "known: batch_size, epochs, eval_batch_size, lr, "),
         ("lcal.lr", "local.lr", "known: aggregation_weights, "),
         ("method.codebok.gamma", "method.codebook.gamma", "known: aggregation_weights, "),
-        ("codebook.gama", "codebook.gamma", "known: codebook_init, "),
+        ("codebook.gama", "codebook.gamma", "known: alike_rule, codebook_init, "),
     ],
 )
 def test_a_misspelt_nested_field_names_the_nearest_one(name: str, hint: str, known: str) -> None:
