@@ -422,6 +422,7 @@ class ExtensibleCodebook(CodebookHooks):
                 partial(encode_features, batch_size=batch_size),
                 partial(cluster_features, min_examples=self.min_examples),
             ),
+            selecting_extras=("half",),
         )
         return {"compute_centroids": task}
 

@@ -199,6 +199,7 @@ class ClientTask(NamedTuple):
     # What is wrong with an answer of another machine, beside the answer for blank images, and the silo's examples.
     find_error: Callable[[Tensors, Tensors, int], str] = lambda _answer, _blank_answer, _num_examples: ""
     parts: TaskParts | None = None  # of a task that needs a full split: the same computation in two parts
+    selecting_extras: tuple[str, ...] = ()  # extras that select a part of a silo's examples; blank images stay whole
 
 
 class Update(NamedTuple):

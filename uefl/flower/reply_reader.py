@@ -134,8 +134,11 @@ class ReplyReader:
         key = (task, *(len(t) for n, t in broadcast.model_state.items() if is_codeword_tensor(n)))
         if key not in self._expected_answers:
             self.reference_engine.client_states.clear()
-            self._repeat_blank_image(method.client_tasks[task].num_blank_images)
-            (reply,) = self.reference_engine.query(method, task, readdress_broadcast(broadcast, "blank"), ("test",))
+            client_task = method.client_tasks[task]
+            self._repeat_blank_image(client_task.num_blank_images)
+            extras = {n: t for n, t in broadcast.extras.items() if n not in client_task.selecting_extras}
+            blank = readdress_broadcast(broadcast, "blank")._replace(extras=extras)
+            (reply,) = self.reference_engine.query(method, task, blank, ("test",))
             self._expected_answers[key] = reply.answers["test"]
         return self._expected_answers[key]
 
