@@ -22,7 +22,7 @@ from uefl.core.noise import derive_key
 Answer = TypeVar("Answer")  # what silos send to be compared
 
 # Ratios of silos of one distribution are near 1: of embedded digits, 95 % were below 1.2 with 60 to 330 examples, and
-# below 1.4 for a silo of 60 and one of 800. Ratios of other rotations were above 1.4 with 240 examples or more.
+# below 1.4 for a silo of 60 and one of 800. Ratios of other rotations were above 1.35 with 240 examples or more.
 MAX_HALF_RATIO = 1.25
 # On the embedded digits in three rotations, silos of one domain had ratios of .26 to .45, and others .43 to 1.13 or .37
 # to .63 (64 or 256 centroids, 1 or 4 segments). With 16 centroids all ratios were below .6.
