@@ -84,12 +84,26 @@ def list_trials(name: str, schedule: Schedule) -> list[StudyRun]:
     """List the runs of all trials of all rows; with folds, every fold of every seed."""
     setup = SETUPS[name]
     return [
-        make_run(name, method, trial, schedule, seed, fold=fold, row=f"{method}: {choice.label}")
+        make_trial_run(name, method, trial, schedule, seed, fold)
         for method, row in setup.rows.items()
         if setup.folds or (len(row.trials) > 1 and not is_chosen_elsewhere(name, method))
-        for trial, choice in enumerate(row.trials)
+        for trial in range(len(row.trials))
         for seed, fold in list_trial_parts(setup)
     ]
+
+
+def make_trial_run(name: str, method: str, trial: int, schedule: Schedule, seed: int, fold: int = 0) -> StudyRun:
+    """Return the run of a trial: of another setup, if an equal one was run there."""
+    setup = SETUPS[name]
+    choice = setup.rows[method].trials[trial]
+    run = make_run(name, method, trial, schedule, seed, fold=fold, row=f"{method}: {choice.label}")
+    for other in setup.also_tried_in:
+        row = SETUPS[other].rows.get(method)
+        if row and choice in row.trials:
+            experiment = SETUPS[other].make_experiment(method, choice, schedule, seed, fold)
+            if experiment == run.experiment:
+                return run._replace(setup=other)
+    return run
 
 
 def is_chosen_elsewhere(name: str, method: str) -> bool:
@@ -200,14 +214,11 @@ def score_trials(
     setup = SETUPS[name]
     return [
         mean_validation_loss(
-            [
-                make_run(name, method, trial, schedule, seed, row=f"{method}: {choice.label}")
-                for seed, _ in list_trial_parts(setup)
-            ],
+            [make_trial_run(name, method, trial, schedule, seed) for seed, _ in list_trial_parts(setup)],
             run_records,
             score_name,
         )
-        for trial, choice in enumerate(setup.rows[method].trials)
+        for trial in range(len(setup.rows[method].trials))
     ]
 
 

@@ -203,6 +203,7 @@ SETUPS: Mapping[str, Setup] = {
         title="MNIST, nine silos, third table: twelve trials for every method, other fresh seeds",
         schedules=(Schedule(schedule="cosine", lr=0.003),),  # chosen in the first table
         rows=make_equal_rows(GROUP_TRIALS),
+        also_tried_in=("rotated", "rotated-again"),
         search={},
         seeds=tuple(range(130, 140)),
         receivers=(),

@@ -110,6 +110,20 @@ def test_a_second_table_keeps_the_choices_of_the_first_and_has_as_many_rounds(tm
     assert {count_rounds(method) for method in methods} == {30}
 
 
+def test_equal_trials_of_the_first_tables_are_not_run_again() -> None:
+    setup = SETUPS["rotated-equal"]
+    runs = list_trials("rotated-equal", setup.schedules[0])
+    assert {run.setup: sum(other.setup == run.setup for other in runs) for run in runs} == {
+        "rotated": len(setup.rows) * NUM_TRIALS * 2,
+        "rotated-again": NUM_TRIALS * 2,
+        "rotated-equal": len(runs) - (len(setup.rows) + 1) * NUM_TRIALS * 2,
+    }
+    for run in runs:
+        method, label = run.method.split(": ", 1)
+        own = next(t for t in setup.rows[method].trials if t.label == label)
+        assert run.experiment == setup.make_experiment(method, own, setup.schedules[0], run.seed)
+
+
 def test_the_choice_by_accuracy_ignores_nll(tmp_path: Path) -> None:
     name, setup = "cifar10-accuracy", SETUPS["cifar10-accuracy"]
     files = Files(*(tmp_path / kind for kind in ("search", "trials", "frozen", "results", "times")))
