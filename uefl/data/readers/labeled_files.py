@@ -97,7 +97,7 @@ def _decode_all(
         )
         for file, result in zip(labeled_files, results, strict=True):
             if isinstance(result, InputError):
-                context.skip_or_raise(str(result))
+                context.skip_or_raise(_describe_bad_file(result, context))
                 continue
             pixels, conversion = result
             if pixels.shape != shape:
@@ -162,13 +162,17 @@ def _find_common_shape(files: Files, labeled_files: Sequence[LabeledFile], conte
         if not isinstance(result, InputError):
             shapes[result[0].shape] += 1
         elif not context.skip_bad:
-            raise result
+            raise InputError(_describe_bad_file(result, context))
     if not shapes:
         raise InputError(
             f"{files.display_path}: none of the {len(labeled_files)} images can be decoded; the first: "
             f"{labeled_files[0].path}"
         )
     return min(shapes, key=lambda shape: (-shapes[shape], shape))
+
+
+def _describe_bad_file(error: InputError, context: ReadContext) -> str:
+    return str(error) if context.skip_bad else f"{error}; --skip-bad skips such files"
 
 
 def _describe_mismatch(shape: tuple[int, ...], common_shape: tuple[int, ...], context: ReadContext) -> str:
