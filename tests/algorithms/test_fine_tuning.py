@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import (
     MLP_MODEL,
+    SMALL_CODEBOOK,
     drop_seconds,
     have_equal_bits,
     make_clients,
@@ -78,12 +79,27 @@ def test_the_fine_tuned_model_never_leaves_a_silo():
     assert run.records[-1]["bytes_down"] > fedavg.records[-1]["bytes_down"], "silos receive the final model to train it"
 
 
-def test_silo_without_training_data_uses_the_shared_model():
+def make_silos_and_target():
     *others, last = make_pattern_silos()
-    silos = [*others, replace(last, train=Examples(last.train.x[:0], last.train.y[:0]))]
-    tuned, fedavg = (run_method(make_method(name), silos).records[-1]["silos"] for name in ("fine-tuning", "fedavg"))
+    return [*others, replace(last, train=Examples(last.train.x[:0], last.train.y[:0]))]
+
+
+def test_silo_without_training_data_uses_the_shared_model():
+    methods = [make_method(name) for name in ("fine-tuning", "fedavg")]
+    tuned, fedavg = (run_method(method, make_silos_and_target()).records[-1]["silos"] for method in methods)
     assert tuned["silo 2"]["nll"] == fedavg["silo 2"]["nll"]
     assert tuned["silo 0"]["nll"] != fedavg["silo 0"]["nll"]
+
+
+def test_a_stack_takes_no_silo_with_a_model_of_its_own_beside_one_without():
+    codebook = replace(SMALL_CODEBOOK, extend="none")  # so that all silos receive as many codewords
+    method = replace(make_method("uefl", codebook=True, fine_tuning_epochs=1), codebook=codebook)
+    (_, serial), (_, stacked) = (
+        run_rounds(method, make_clients(method, make_silos_and_target(), engine=engine, dtype=torch.float64))
+        for engine in (SerialEngine, StackedEngine)
+    )
+    for name, entry in serial[-1]["silos"].items():
+        assert stacked[-1]["silos"][name]["nll"] == pytest.approx(entry["nll"], rel=1e-9)
 
 
 @pytest.mark.parametrize("engine", [SerialEngine, StackedEngine])
@@ -102,19 +118,15 @@ def test_uefl_with_epochs_is_fine_tuning_with_a_codebook(engine, batch_norm):
 
 
 @pytest.mark.parametrize("engine", [SerialEngine, StackedEngine])
-@pytest.mark.parametrize("own", [{"fine_tuning_epochs": 2}, {"group_rounds": 2}])
-def test_the_last_record_also_has_the_metrics_of_the_shared_model(engine, own):
-    method = make_method("uefl", codebook=True, **own)
+def test_the_last_record_also_has_the_metrics_of_the_shared_model(engine):
+    method = make_method("uefl", codebook=True, fine_tuning_epochs=2)
     (_, records), (_, plain) = (
         run_rounds(m, make_clients(m, engine=engine)) for m in (method, method.without_own_models())
     )
     assert not any("shared" in silo for record in records[:-1] for silo in record["silos"].values())
     for name, entry in plain[-1]["silos"].items():
         shared = records[-1]["silos"][name]["shared"]
-        expected = {"test nll": entry["nll"], **entry["validation"]}
-        if engine is StackedEngine and "group_rounds" in own:  # silos of a group are measured in a smaller stack
-            expected = pytest.approx(expected, rel=1e-6)
-        assert {"test nll": shared["nll"], **shared["validation"]} == expected
+        assert {"test nll": shared["nll"], **shared["validation"]} == {"test nll": entry["nll"], **entry["validation"]}
         assert shared["nll"] != records[-1]["silos"][name]["nll"]
 
 

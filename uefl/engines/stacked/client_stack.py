@@ -22,9 +22,13 @@ class ReceivedClient(NamedTuple):
     received: Tensors  # of the broadcast, without codewords
     extras: Tensors  # of the broadcast
 
-    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the shapes in which silos may differ; a stack needs equal ones."""
-        return tuple(sorted((n, tuple(t.shape)) for n, t in {**self.codewords, **self.client_state}.items()))
+    def shapes(self) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
+        """Return the shapes in which silos may differ; a stack needs equal ones.
+
+        A silo with a model of its own has codewords in its client state too, under the name of those that it receives.
+        """
+        parts = (self.codewords, self.client_state)
+        return tuple(tuple(sorted((n, tuple(t.shape)) for n, t in part.items())) for part in parts)
 
 
 class ClientStack(NamedTuple):
