@@ -12,10 +12,13 @@ from uefl.experiment.checkpoint import load_checkpoint
 from uefl.experiment.loading import open_models
 from uefl.experiment.run_folder import RunFolder
 
-SETTINGS = ["rounds=3", "iterations=2", "extra_rounds=2", "epochs=1", "mc_samples=3", "calibration_fraction=0.2"]
+SETTINGS = ["rounds=3", "iterations=2", "epochs=1", "mc_samples=3", "calibration_fraction=0.2"]
 SMALL_NETWORK = ["width=4", "depth=1", "hidden_size=8", "image_size=12", "min_examples=2", "num_codewords=4"]
-NO_OWN_MODELS = ["fine_tuning_epochs=0"]
-OWN_MODELS = {"tuning": ["fine_tuning_epochs=2"], "groups": ["fine_tuning_epochs=0", "group_rounds=1"]}
+NO_OWN_MODELS = ["fine_tuning_epochs=0", "extra_rounds=2", "group_rounds=0"]
+OWN_MODELS = {
+    "tuning": ["fine_tuning_epochs=2", "extra_rounds=2", "group_rounds=0"],
+    "groups": ["fine_tuning_epochs=0", "extra_rounds=3", "group_rounds=1"],  # one round more than the others
+}
 
 
 def write_folders(root: Path) -> tuple[list[str], Path]:
@@ -103,9 +106,8 @@ def test_the_others_keep_their_own_models_and_further_silos_join(pair, own, tmp_
     assert exported.code == 0, exported
 
 
-@pytest.mark.parametrize("own", OWN_MODELS)
-def test_further_rounds_start_with_the_server_s_model_and_end_with_own_models(pair, own) -> None:
-    (folder, _), (plain, _) = (pair.join(name, "others=train", "rounds=2") for name in (own, "none"))
+def test_further_rounds_start_with_the_server_s_model_and_end_with_own_models(pair) -> None:
+    (folder, _), (plain, _) = (pair.join(name, "others=train", "rounds=2") for name in ("tuning", "none"))
     servers = [load_checkpoint(RunFolder(f).server_path, "cpu")[0] for f in (folder, plain)]
     assert have_equal_bits(servers[0].model_state, servers[1].model_state)
     rounds, plain_rounds = read_rounds(folder), read_rounds(plain)
@@ -117,3 +119,15 @@ def test_further_rounds_start_with_the_server_s_model_and_end_with_own_models(pa
         assert entry["shared"]["nll"] == plain_entry["nll"]
         assert entry["nll"] != plain_entry["nll"]
     assert set(open_models(folder).personal_tensors) == set(names)
+
+
+def test_after_further_rounds_all_silos_are_divided_into_groups_again(pair) -> None:
+    parent = load_checkpoint(RunFolder(pair.runs["groups"]).server_path, "cpu")[0]
+    folder, _ = pair.join("groups", "others=train", "rounds=2")
+    server, rounds = load_checkpoint(RunFolder(folder).server_path, "cpu")[0], read_rounds(folder)
+    assert [r["round"] for r in rounds if "groups" in r] == [parent.round, parent.round + 3]
+    assert sorted(name for group in rounds[-1]["groups"] for name in group) == list(server.silo_names)
+    assert "east" in server.silo_names
+    assert not have_equal_bits(server.model_state, parent.model_state), "two more shared rounds"
+    for entry, last_shared in ((r[-1]["silos"][n], r[-2]["silos"][n]) for r in [rounds] for n in server.silo_names):
+        assert entry["shared"]["nll"] == last_shared["nll"] != entry["nll"]

@@ -92,6 +92,13 @@ def test_the_number_of_processes_changes_nothing(num_workers: int, pool: WorkerP
     assert len(few.workers) == num_workers
 
 
+def test_rounds_in_groups_have_the_bits_of_the_serial_engine(pool: WorkerPool) -> None:
+    method = make_law_method("uefl", group_rounds=2)
+    run, expected = run_engine(method, partial(ProcessEngine, pool=pool)), run_engine(method)
+    assert_equal_runs(run, expected)
+    assert len(expected[-1][-1]["groups"]) > 1
+
+
 def test_an_ensemble_in_double_precision_has_the_bits_of_the_serial_engine(pool: WorkerPool) -> None:
     method, fields = make_law_method("uefl"), {"dtype": torch.float64, "ensemble_size": 2, "augment": "crop:2+flip"}
     assert_equal_runs(run_engine(method, partial(ProcessEngine, pool=pool), **fields), run_engine(method, **fields))

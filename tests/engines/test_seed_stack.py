@@ -36,6 +36,7 @@ METHODS_TO_STACK: dict[str, FedAvg] = {
     "uefl, two clients per round": replace(UEFL_METHOD, clients_per_round=2),
     "uefl, stored optimizer state": replace(UEFL_METHOD, local=replace(LOCAL, reset_optimizer=False)),
     "uefl, local batch norm": replace(UEFL_METHOD, batch_norm="local"),
+    "uefl, in groups": replace(UEFL_METHOD, group_rounds=2, fine_tuning_epochs=1),
     **{name: make_short_method(METHODS[name]) for name in OTHER_METHODS},
 }
 
@@ -85,6 +86,7 @@ def assert_equals_runs_alone(method: FedAvg, results: dict[int, Any], device: st
         alone, records_alone = run_alone(method, seed, device)
         assert torch.equal(server.access, alone.access)
         assert_close(server.model_state, alone.model_state)
+        assert_close(server.method_state, alone.method_state)
         assert [find_difference(a, b) for a, b in zip(records, records_alone, strict=True)] == [""] * len(records)
 
 

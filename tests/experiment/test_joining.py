@@ -345,7 +345,7 @@ def test_joins_in_one_stack_equal_joins_alone(result, own) -> None:
             torch.testing.assert_close(other, tensor, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("own", [{"fine_tuning_epochs": 2}, {"group_rounds": 1}])
+@pytest.mark.parametrize("own", [{"fine_tuning_epochs": 2}, {"extra_rounds": 2, "group_rounds": 1}])
 def test_own_models_of_a_run_change_nothing_for_a_newcomer(own: dict[str, int]) -> None:
     silos, encoder, network = make_striped_silos()[:3], make_encoder(), {"num_classes": NUM_CLASSES, "hidden_size": 16}
     methods = [make_method("uefl", codebook=True, **fields) for fields in (own, {})]

@@ -107,15 +107,16 @@ def test_a_crash_between_records_and_checkpoint_duplicates_no_record(
     assert folder.read_summary()["bytes_up"] == sum(record["bytes_up"] for record in run_records)
 
 
-def test_a_resumed_run_has_the_states_of_its_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every silo has its own batch norm: a run that is resumed without these tensors ends with other weights."""
-    method, calls = FedAvg(**SHORT_RUN, batch_norm="local"), []
-    whole_run = RunFolder(run_striped_silos(tmp_path / "whole", method))
+def crash_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: FedAvg, last_round: int
+) -> tuple[RunFolder, RunFolder]:
+    """Return the folder of a whole run, and of one that ended after a round and was resumed, of five rounds."""
+    whole_run, calls = RunFolder(run_striped_silos(tmp_path / "whole", method)), []
 
     def crash_once(*args: Any) -> None:
         save_checkpoint(*args)
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == last_round:
             raise MemoryError
 
     monkeypatch.setattr("uefl.experiment.run.save_checkpoint", crash_once)
@@ -123,7 +124,28 @@ def test_a_resumed_run_has_the_states_of_its_clients(tmp_path: Path, monkeypatch
         run_striped_silos(tmp_path / "resumed", method)
     resumed = RunFolder(run_striped_silos(tmp_path / "resumed", method))
     assert len(calls) == 5
+    return whole_run, resumed
+
+
+def test_a_resumed_run_has_the_states_of_its_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every silo has its own batch norm: a run that is resumed without these tensors ends with other weights."""
+    method = FedAvg(**SHORT_RUN, batch_norm="local")
+    whole_run, resumed = crash_and_resume(tmp_path, monkeypatch, method, 3)
     assert resumed.model_path.read_bytes() == whole_run.model_path.read_bytes()
+
+
+@pytest.mark.parametrize("last_round", [3, 4])  # before the first group round, and between the two
+def test_a_run_resumed_between_group_rounds_ends_with_the_same_bits(
+    last_round: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups and their models, and the metrics of the shared model, are in the checkpoint."""
+    method = UEFL(**SHORT_RUN, codebook=SMALL_CODEBOOK, group_rounds=2)
+    whole_run, resumed = crash_and_resume(tmp_path, monkeypatch, method, last_round)
+    assert resumed.model_path.read_bytes() == whole_run.model_path.read_bytes()
+    assert resumed.server_path.read_bytes() == whole_run.server_path.read_bytes()
+    of_resumed, of_whole = ([*map(drop_seconds, folder.read_records())] for folder in (resumed, whole_run))
+    assert of_resumed == of_whole
+    assert ["groups" in record for record in of_whole] == [False] * 3 + [True] * 2
 
 
 @pytest.mark.parametrize("target", ["algorithms.fine_tuning.record_query_cost", "experiment.run.write_results"])

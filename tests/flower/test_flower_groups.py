@@ -10,11 +10,14 @@ from small_federation import SILOS, make_experiment, make_flower_engine, make_gr
 def test_groups_over_flower_are_those_of_the_serial_engine(min_examples, tmp_path):
     plain = make_experiment("uefl")
     codebook = plain.method.codebook
-    experiment = make_experiment("uefl", group_rounds=2, codebook=replace(codebook, min_examples=min_examples))
+    codebook = replace(codebook, min_examples=min_examples)
+    experiment = make_experiment("uefl", extra_rounds=2, group_rounds=2, codebook=codebook)
     serial, flower = (
         run_rounds(engine, experiment)
         for engine in (make_serial_engine(experiment), make_flower_engine(make_grid(tmp_path), experiment))
     )
+    assert ["groups" in record for record in flower[1]] == [False, False, True, True]
+    assert [r["bytes_up"] for r in flower[1]] == [r["bytes_up"] for r in serial[1]]
     records = [r[-1] for _, r in (serial, flower)]
     assert sorted(name for group in records[0]["groups"] for name in group) == sorted(SILOS)
     assert records[0]["groups"] == records[1]["groups"]

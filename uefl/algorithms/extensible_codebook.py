@@ -246,12 +246,15 @@ class ExtensibleCodebook(CodebookHooks):
     # --- the end of an iteration ----------------------------------------------------------------------------------
 
     def after_round(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
-        """Fit the initial codebook after the warm-up; extend it at the end of an iteration (D9)."""
+        """Fit the initial codebook after the warm-up; extend it at the end of an iteration (D9).
+
+        The last shared round is no decision, since the codewords stay from there on, but validates them once more.
+        """
         ends_warmup = server.round == self.warmup_rounds and self.codebook_init == "kmeans"
         ends_iteration = server.round == method.rounds + server.iteration * method.extra_rounds
-        if ends_iteration and self.extend == "validated":
+        if (ends_iteration or server.round == method.shared_rounds) and self.extend == "validated":
             server = revoke_useless_codewords(method, clients, server)
-        has_decision = ends_iteration and server.round < method.total_rounds and self.extend != "none"
+        has_decision = ends_iteration and server.round < method.shared_rounds and self.extend != "none"
         if not ends_warmup and (not has_decision or server.is_codebook_final):
             return server
         # Evaluate uncertainty for each client with the integrated model                               (Algorithm 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 import torch
@@ -135,6 +135,19 @@ class FedAvg:
         """All rounds of a run, equal for all methods in a comparison."""
         return self.rounds + (self.iterations - 1) * self.extra_rounds
 
+    @property
+    def shared_rounds(self) -> int:
+        """The first so many rounds, which train the model and the codewords that all silos share."""
+        return self.total_rounds
+
+    def lr_at(self, round_number: int) -> float:
+        """Return the learning rate of a round, counted from 1."""
+        return self.local.lr_at(round_number, self.total_rounds)
+
+    def add_rounds(self, num_rounds: int) -> FedAvg:
+        """Return this method with further rounds for a finished run, all in one iteration."""
+        return replace(self, rounds=self.total_rounds + num_rounds, iterations=1, extra_rounds=0)
+
     def adapt_local_training(self, local: LocalTraining) -> LocalTraining:
         """Return a recipe's local training in the form that this method needs."""
         return local
@@ -182,6 +195,10 @@ class FedAvg:
         """Return the method whose model all silos share, for predictions without a silo; silos may join another one."""
         return self.without_own_models()
 
+    def resume_server(self, server: ServerState) -> ServerState:
+        """Return the server's state with which further rounds of a finished run start."""
+        return server
+
     def resume_client_state(self, net: nn.Module, client_state: Tensors) -> Tensors:
         """Return the client state with which a silo starts further rounds of a finished run."""
         del net
@@ -193,7 +210,7 @@ class FedAvg:
         participants = self.select_participants(clients, server)
         # All silos train and measure: the replies to the training message bring the measurements.
         measure_in_training = participants == server.silo_names == self.select_evaluated(clients, server)
-        is_last = server.round > self.total_rounds - self.evaluate_last
+        is_last = server.round > self.total_rounds - self.evaluate_last or server.round == self.shared_rounds
         is_evaluated = is_last or server.round % self.evaluate_every == 0
         if server.open_record and not is_evaluated:
             server = self.complete_open_record(server, {})
@@ -256,7 +273,7 @@ class FedAvg:
             server.access,
             self.make_extras(server),
             server.silo_names,
-            self.local.lr_at(server.round + 1, self.total_rounds),
+            self.lr_at(server.round + 1),
         )
 
     def make_broadcasts(self, clients: Clients, server: ServerState) -> Sequence[Broadcast]:

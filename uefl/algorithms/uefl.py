@@ -6,6 +6,7 @@ The round is FedAvg's (`fedavg.py`), the end of an iteration is the codebook's (
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +14,22 @@ from uefl.algorithms.alike_silos import list_unlike_silos
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.fine_tuning import FineTuning
+from uefl.algorithms.group_models import (
+    drop_groups,
+    get_group_model,
+    has_groups,
+    list_groups,
+    list_shared_metrics,
+    move_group_models,
+    name_group_tensors,
+    read_shared_metrics,
+    record_groups,
+    split_broadcast,
+    store_groups,
+)
+from uefl.algorithms.round_record import record_kmeans_time
 from uefl.core.errors import InputError
-from uefl.core.federation import Broadcast, Clients, Phase, Reply, ServerState, Update, is_codeword_tensor
+from uefl.core.federation import Broadcast, Clients, Phase, Reply, ServerState, Tensors, Update, is_codeword_tensor
 from uefl.core.field_rules import setting
 
 GROUP_LR_MULTIPLIER = 0.5  # of the first round's learning rate
@@ -24,7 +39,9 @@ GROUP_LR_MULTIPLIER = 0.5  # of the first round's learning rate
 class UEFL(FineTuning):
     """FedAvg with an extensible codebook: uncertain silos get codewords from K-means on their own features.
 
-    Local fine-tuning after the last round is an option, as for FedAvg; the paper has none. The shared model stays.
+    Two options, which the paper does not have, give silos models of their own: in the last rounds, groups of alike
+    silos train one model per group, and after the last round every silo trains on its own data, as with FedAvg. The
+    shared model and the codewords stay as they were.
     """
 
     fine_tuning_epochs: int = setting(
@@ -40,8 +57,9 @@ class UEFL(FineTuning):
 
     group_rounds: int = setting(
         0,
-        "Rounds after the last one in which groups of alike silos train one model per group, and silos alike to no "
-        "other one together, at half of the learning rate, falling; then local fine-tuning. 0: none, as in the paper.",
+        "Rounds at the end of a run, but none of its first iteration, in which groups of alike silos train one model "
+        "per group, and silos alike to no other one together, at half of the learning rate, falling; codewords stay. "
+        "0: none, as in the paper; the preset default has extra_rounds, the last iteration (D35).",
         at_least=0,
     )
 
@@ -50,9 +68,27 @@ class UEFL(FineTuning):
         if self.group_rounds and not self.codebook:
             raise InputError(f"group_rounds={self.group_rounds} needs a codebook, whose centroids find the groups")
 
+    # --- rounds -------------------------------------------------------------------------------------------------
+
+    @property
+    def shared_rounds(self) -> int:
+        return max(self.rounds, self.total_rounds - self.group_rounds)
+
+    def lr_at(self, round_number: int) -> float:
+        if not self.shared_rounds < round_number <= self.total_rounds:
+            return self.local.lr_at(round_number, self.shared_rounds)
+        done = (round_number - self.shared_rounds - 1) / (self.total_rounds - self.shared_rounds)
+        return GROUP_LR_MULTIPLIER * self.local.lr * (1 - done)
+
+    def add_rounds(self, num_rounds: int) -> UEFL:
+        num = self.total_rounds - self.shared_rounds  # in groups, after the further rounds
+        return replace(self, rounds=self.total_rounds + num_rounds, iterations=2, extra_rounds=num, group_rounds=num)
+
+    # --- own models ---------------------------------------------------------------------------------------------
+
     @property
     def has_own_models(self) -> bool:
-        return super().has_own_models or self.group_rounds > 0
+        return super().has_own_models or self.shared_rounds < self.total_rounds
 
     def without_own_models(self) -> UEFL:
         return replace(self, fine_tuning_epochs=0, group_rounds=0)
@@ -60,28 +96,71 @@ class UEFL(FineTuning):
     def make_shared_method(self) -> UEFL:
         return self.without_own_models()
 
+    def resume_server(self, server: ServerState) -> ServerState:
+        return drop_groups(server)
+
+    # --- group rounds -------------------------------------------------------------------------------------------
+
+    def run_round(self, clients: Clients, server: ServerState) -> ServerState:
+        is_first = server.round == self.shared_rounds < self.total_rounds  # of the group rounds
+        if is_first:
+            server = self.find_groups(clients, server)
+        after = super().run_round(clients, server)
+        if not has_groups(server):
+            return after
+        if is_first:  # the round has completed the record of the last shared model
+            shared_metrics = list_shared_metrics(after.completed_records[0], server.open_record)
+        else:
+            shared_metrics = read_shared_metrics(server.open_record)
+        return record_groups(move_group_models(after), shared_metrics)
+
+    def find_groups(self, clients: Clients, server: ServerState) -> ServerState:
+        """Divide the silos with training data into groups of alike ones; with `halves`, the others are one group."""
+        assert self.codebook
+        started, trainable = time.perf_counter(), tuple(name for name, n in clients.num_examples.items() if n)
+        server, groups = self.codebook.find_alike_silos(self, clients, server, trainable)
+        unlike = list_unlike_silos(groups) if self.codebook.alike_rule == "halves" else ()
+        groups = [group for group in groups if not set(group) & set(unlike)] + ([unlike] if unlike else [])
+        return record_kmeans_time(store_groups(server, groups, unlike), time.perf_counter() - started)
+
+    def select_participants(self, clients: Clients, server: ServerState) -> tuple[str, ...]:
+        participants = super().select_participants(clients, server)
+        if not has_groups(server):
+            return participants
+        grouped = {name for group in list_groups(server) for name in group}  # over a network, silos may get data later
+        return tuple(name for name in participants if name in grouped)
+
+    def make_broadcasts(self, clients: Clients, server: ServerState) -> Sequence[Broadcast]:
+        return split_broadcast(self.make_broadcast(clients, server), server)
+
+    def average_replies(
+        self, clients: Clients, server: ServerState, broadcast: Broadcast, *, evaluate: bool
+    ) -> tuple[Tensors, list[Reply]]:
+        if not has_groups(server):
+            return super().average_replies(clients, server, broadcast, evaluate=evaluate)
+        averaged: Tensors = dict(server.model_state)
+        replies: list[Reply] = []
+        for i, group in enumerate(list_groups(server)):
+            if participants := tuple(name for name in broadcast.participants if name in group):
+                own = broadcast._replace(model_state=get_group_model(server, i), participants=participants)
+                model_state, own_replies = super().average_replies(clients, server, own, evaluate=evaluate)
+                averaged |= name_group_tensors(i, model_state)
+                replies += own_replies
+        return averaged, replies
+
     def train_own_models(
         self, clients: Clients, server: ServerState, broadcast: Broadcast, silo_names: tuple[str, ...]
     ) -> tuple[ServerState, list[Reply]]:
-        if not self.group_rounds:
+        if not has_groups(server):
             return super().train_own_models(clients, server, broadcast, silo_names)
-        assert self.codebook
-        server, groups = self.codebook.find_alike_silos(self, clients, server, silo_names)
-        unlike = list_unlike_silos(groups) if self.codebook.alike_rule == "halves" else ()
-        groups = [group for group in groups if not set(group) & set(unlike)] + ([unlike] if unlike else [])
         replies: list[Reply] = []
-        for group in groups:
-            own = broadcast
-            for i in range(self.group_rounds):
-                lr = GROUP_LR_MULTIPLIER * self.local.lr * (1 - i / self.group_rounds)
-                own = own._replace(round=server.round + 1 + i, participants=group, lr=lr)
-                model_state, of_round = self.average_replies(clients, server, own, evaluate=i == 0)
-                own, replies = own._replace(model_state={**own.model_state, **model_state}), [*replies, *of_round]
-            replies += self.tune_locally(clients, server, own, group, evaluate=False)
-        return server.replace(open_record={**server.open_record, "groups": groups, "unlike_silos": unlike}), replies
+        for own in split_broadcast(broadcast, server):
+            if participants := tuple(name for name in own.participants if name in silo_names):
+                replies += self.tune_locally(clients, server, own, participants, evaluate=False)
+        return server, replies
 
     def make_phases(self, broadcast: Broadcast) -> Sequence[Phase]:
-        if broadcast.is_personal or broadcast.round <= self.total_rounds:
+        if broadcast.is_personal or broadcast.round <= self.shared_rounds:
             return super().make_phases(broadcast)
         return [Phase([Update(self.loss, lambda n: not is_codeword_tensor(n))], self.local.epochs)]
 

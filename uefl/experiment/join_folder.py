@@ -185,6 +185,7 @@ def _write_fixed(
     """Write the files of the new run."""
     if parent.folder.server_path.exists():
         server, client_states = load_checkpoint(parent.folder.server_path, "cpu")
+        server = parent.experiment.method.resume_server(server)
         server, client_states = add_to_server(server, client_states, silo.name, result.own)
         save_checkpoint(folder.server_path, server, client_states)
     row = result.models.access[result.models.description.silo_names.index(silo.name)]
@@ -248,6 +249,7 @@ def train_all(
         check_environment(folder, prepared.context)
     else:
         server, client_states = load_checkpoint(parent.folder.server_path, "cpu")
+        server = parent.experiment.method.resume_server(server)
         server, client_states = add_to_server(server, client_states, silo.name, result.own)
         resume = partial(prepared.experiment.method.resume_client_state, prepared.net)
         client_states = {name: resume(state) for name, state in client_states.items()}
@@ -277,7 +279,6 @@ def _prepare_others(parent: Parent, silo: Silo, settings: JoinSettings, device: 
             f"would drop; use others=fixed, or let {lost[0]} join again with head=shared"
         )
     experiment = parent.experiment
-    total = experiment.method.total_rounds
     prepared = prepare_run(experiment, device=device, engine="auto", on_event=on_event)
     joined = [load_newcomer(parent, Path(entry["path"]), entry["silo"]) for entry in earlier]
     expected = [parent.header["fingerprint"], *(entry["fingerprint"] for entry in earlier)]
@@ -287,7 +288,7 @@ def _prepare_others(parent: Parent, silo: Silo, settings: JoinSettings, device: 
             "or use others=fixed"
         )
     silos = [*prepared.silos, *joined, silo]
-    method = replace(experiment.method, rounds=total + settings.rounds, iterations=1, extra_rounds=0)
+    method = experiment.method.add_rounds(settings.rounds)
     num_classes = len(prepared.context.class_names)
     context = prepared.context._replace(
         silos=tuple(silos),

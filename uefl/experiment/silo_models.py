@@ -147,6 +147,7 @@ class SiloModels:
             description=replace(
                 self.description,
                 method=self.description.method and to_dict(method),
+                round=self.shared_round,
                 silos={n: replace(f, reference=f.shared_reference or f.reference) for n, f in silos.items()},
             ),
             personal_tensors={
@@ -166,6 +167,11 @@ class SiloModels:
         if not self.description.method_name:
             raise InputError("this model has a method of your own; give it to `load` as method=…")
         return from_dict(METHODS[self.description.method_name], self.description.method)
+
+    @property
+    def shared_round(self) -> int:
+        """The last round that trained what all silos share; later ones train models of groups."""
+        return min(self.description.round, self.method.shared_rounds)
 
     @cached_property
     def template(self) -> nn.Module:
@@ -231,7 +237,7 @@ class SiloModels:
             self.method,
             silo_name=silo_name,
             seed=self.description.seed,
-            round=self.description.round,
+            round=self.shared_round if facts.has_joined else self.description.round,
             precision=self.description.precision,
             device=device,
             label_counts=label_counts,
