@@ -77,8 +77,8 @@ _GROUP_RULES = {"in groups by halves": "halves", "in groups": "spacing"}
 def replace_rounds(arguments: str, alike_rule: str) -> str:
     """Return arguments with rounds in groups of alike silos in place of the last third of the rounds."""
     if "heart" in arguments:
-        return f"{arguments} iterations=2 group_rounds=5 alike_rule={alike_rule}"
-    groups = f"rounds=5 extra_rounds=3 group_rounds=4 alike_rule={alike_rule}"
+        return f"{arguments} group_rounds=5 alike_rule={alike_rule}"
+    groups = f"rounds=5 extra_rounds=7 group_rounds=4 alike_rule={alike_rule}"
     return arguments.replace("rounds=7 extra_rounds=5", groups)
 
 
@@ -116,7 +116,7 @@ TRIALS = {
                 "UEFL, linear, fixed gate .1, no dropout, fine-tuned": f"uefl dropout=0 {_FIXED_GATE}",
                 "UEFL, linear, fixed gate .1, dropout .1, fine-tuned": f"uefl dropout=0.1 {_FIXED_GATE}",
                 "UEFL, linear, fixed gate .1, dropout .1, in groups, fine-tuned": (
-                    f"uefl dropout=0.1 {_FIXED_GATE} iterations=2 group_rounds=5 alike_rule=spacing"
+                    f"uefl dropout=0.1 {_FIXED_GATE} group_rounds=5 alike_rule=spacing"
                 ),
             }.items()
             for w in (0.003, 0.01, 0.03)
@@ -207,9 +207,13 @@ def list_trials() -> list[StudyRun]:
 
 
 def make_experiment(arguments: str) -> Any:
-    """Return the experiment of some arguments of `uefl run`; UEFL fine-tunes where they say so, as in the records."""
-    if arguments.startswith("uefl ") and "fine_tuning_epochs=" not in arguments:
-        arguments += " fine_tuning_epochs=0"
+    """Return the experiment of some arguments of `uefl run`.
+
+    As in the records, UEFL fine-tunes, and trains in groups, only where they name it.
+    """
+    for name in ("fine_tuning_epochs", "group_rounds") if arguments.startswith("uefl ") else ():
+        if f"{name}=" not in arguments:
+            arguments += f" {name}=0"
     (experiment,) = parse_experiments(arguments.split(), [], "default").values()
     return experiment
 

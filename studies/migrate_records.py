@@ -1,6 +1,8 @@
-"""Rewrite the committed records of version 0.1 to the present names: `python -m studies.migrate_records`.
+"""Rewrite the committed records to the present names and settings: `python -m studies.migrate_records`.
 
 Keys, names of settings and values, and names of files change; measured numbers do not. A second run changes nothing.
+Records of version 0.1 get the names of 0.2. In those of early 0.2, rounds in groups of silos followed all others; now
+they are the last ones, so a run that trained 22 rounds and then 8 in groups is one of 30 rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +15,11 @@ from typing import Any
 
 Record = dict[str, Any]
 ROOT = Path(__file__).parents[1]
+
+SINCE_0_2 = (  # files that 0.2 was the first to write, with the present names
+    *("calibration.jsonl", "drift.jsonl", "folder-defaults.jsonl", "joining.jsonl", "parity.jsonl"),
+    *("rivals-search.jsonl", "rivals-trials.jsonl", "uncertainty-test.jsonl"),
+)
 
 # --- runs: results/*.jsonl ----------------------------------------------------------------------------------------
 
@@ -140,6 +147,9 @@ SETTING_VALUES = {  # setting (after renaming): old value to new
     "encoder": {"gn-conv": "group-norm-conv"},
 }
 
+# Settings of the rounds of a run, with the value of a record that does not name them.
+ROUNDS = {"rounds": 14, "extra_rounds": 8, "iterations": 3, "group_rounds": 0}
+
 # --- benchmarks: benchmarks/records/*.jsonl -----------------------------------------------------------------------
 
 BENCHMARK_NAMES = {
@@ -223,6 +233,49 @@ def migrate_settings(settings: Mapping[str, Any], group: str, method: str) -> Re
     return migrated
 
 
+def migrate_groups(record: Record) -> Record:
+    """Count rounds in groups of silos among all rounds, in the settings of a run, its arguments and its rounds."""
+    settings, arguments = record.get("settings"), record.get("arguments")
+    if isinstance(settings, dict) and settings.get("method.group_rounds"):
+        old = {name: settings.get(f"method.{name}", value) for name, value in ROUNDS.items()}
+        new = include_group_rounds(old)
+        kept = {path: value for path, value in settings.items() if path.removeprefix("method.") not in ROUNDS}
+        changed = {f"method.{name}": value for name, value in new.items() if value != ROUNDS[name]}
+        total_rounds = new["rounds"] + (new["iterations"] - 1) * new["extra_rounds"]
+        return {**record, "settings": dict(sorted({**kept, **changed}.items())), "total_rounds": total_rounds}
+    if isinstance(arguments, str) and arguments.startswith("uefl "):
+        return {**record, "arguments": migrate_arguments(arguments)}
+    return record
+
+
+def migrate_arguments(arguments: str) -> str:
+    """Return arguments of `uefl run` that name their group rounds; the preset had none when they were recorded."""
+    values = dict(part.split("=", 1) for part in arguments.split() if "=" in part)
+    if "group_rounds" not in values:
+        return arguments.replace(" seed=", " group_rounds=0 seed=")
+    if values["group_rounds"] == "0":
+        return arguments
+    migrated = include_group_rounds({name: int(values[name]) for name in ROUNDS})
+    return " ".join(
+        f"{name}={migrated[name]}" if (name := part.partition("=")[0]) in migrated else part
+        for part in arguments.split()
+    )
+
+
+def include_group_rounds(rounds: Mapping[str, int]) -> dict[str, int]:
+    """Return rounds, extra_rounds, iterations and group_rounds such that the last rounds are those in groups.
+
+    Every run in groups has had a decision on its codebook. Settings without one are those of early 0.2.
+    """
+    extra_rounds, iterations, group_rounds = (rounds[n] for n in ("extra_rounds", "iterations", "group_rounds"))
+    if not group_rounds or group_rounds < (iterations - 1) * extra_rounds:
+        return dict(rounds)
+    if group_rounds % extra_rounds == 0:
+        return {**rounds, "iterations": iterations + group_rounds // extra_rounds}
+    assert iterations == 2, "another number of extra rounds would move the decisions"
+    return {**rounds, "extra_rounds": extra_rounds + group_rounds}
+
+
 def migrate_benchmark(record: Record) -> Record:
     """Rename the keys, the benchmark, the contender and the phrases of a benchmark's record."""
     migrated = {BENCHMARK_KEYS.get(key, key): value for key, value in record.items()}
@@ -238,7 +291,10 @@ def migrate_benchmark(record: Record) -> Record:
 def migrate_line(path: Path, line: str) -> str:
     """Rewrite one line of a records file; keys stay sorted where they were."""
     record = json.loads(line)
-    migrated = migrate_benchmark(record) if path.parent.name == "records" else migrate_run(record)
+    if path.parent.name == "records":
+        migrated = migrate_benchmark(record)
+    else:
+        migrated = migrate_groups(record if path.name in SINCE_0_2 else migrate_run(record))
     return json.dumps(migrated, sort_keys=list(record) == sorted(record))
 
 

@@ -63,7 +63,7 @@ PRETRAINED_ROWS: Mapping[str, Row] = {
     ),
 }
 # CIFAR has three silos of each of three rotations, which can train in groups in the last 3 of the 12 rounds.
-_GROUPS: dict[str, Any] = {"iterations": 2, "group_rounds": 3}
+_GROUPS: dict[str, Any] = {"iterations": 3, "group_rounds": 3}
 _PRETRAINED_CODEBOOK: dict[str, Any] = {"batch_norm": "average", "num_codewords": 0, "segments": 0}
 CIFAR_TRIALS = (
     make_uefl_trial("gate from .1", 0, **_PRETRAINED_CODEBOOK, gate_value=0.1),
@@ -73,7 +73,7 @@ CIFAR_TRIALS = (
 )
 CIFAR_ROWS: Mapping[str, Row] = {**PRETRAINED_ROWS, UEFL: Row(method="uefl", trials=CIFAR_TRIALS)}
 # A second table of CIFAR10: schedule and other rows of the first one, half of the rounds in groups, other fresh seeds.
-_MORE_GROUPS: dict[str, Any] = {"rounds": 3, "extra_rounds": 3, "iterations": 2, "group_rounds": 6}
+_MORE_GROUPS: dict[str, Any] = {"rounds": 3, "extra_rounds": 3, "iterations": 4, "group_rounds": 6}
 GROUP_TRIALS = tuple(
     make_uefl_trial(
         f"gate from {gate:g}, 6 rounds in groups, epochs: {epochs}",

@@ -52,7 +52,7 @@ def test_the_demo_needs_no_download_and_gives_tuned_fedavg_and_uefl_the_same_set
     own = {("codebook",), ("local", "weight_decay")}  # trials chose the penalty of each
     own |= {("rounds",), ("extra_rounds",)}  # UEFL may train in groups in the last of equally many rounds
     assert all(settings[p] == value for p, value in iterate_settings(fedavg.method) if p not in own)
-    assert uefl.method.total_rounds + uefl.method.group_rounds == fedavg.method.total_rounds
+    assert uefl.method.total_rounds == fedavg.method.total_rounds
 
 
 def test_the_command_runs_both_comparisons_and_says_where_the_pictures_are(

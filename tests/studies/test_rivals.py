@@ -32,8 +32,6 @@ from studies.rivals.setups import SETUPS
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
 from studies.rivals.tables import format_gain
 from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, Schedule
-from uefl.algorithms.fedavg import FedAvg
-from uefl.algorithms.uefl import UEFL
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.parsing import parse_experiments
 
@@ -69,11 +67,6 @@ def test_a_verdict_claims_no_more_than_its_interval(low: float, high: float, ver
     )
 
 
-def count_rounds(method: FedAvg) -> int:
-    """Count the rounds with those in groups of silos."""
-    return method.total_rounds + (method.group_rounds if isinstance(method, UEFL) else 0)
-
-
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: str) -> None:
     setup = SETUPS[name]
@@ -81,7 +74,7 @@ def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: 
     assert {len(row.trials) for name, row in setup.rows.items() if name != "Prevalence only"} == {num_trials}
     runs = list_trials(name, setup.schedules[0])
     assert len({str(run.experiment) for run in runs}) == len({run.label for run in runs}) == len(runs)
-    assert len({count_rounds(run.experiment.method) for run in runs}) == (1 if runs else 0)
+    assert len({run.experiment.method.total_rounds for run in runs}) == (1 if runs else 0)
     if len(setup.schedules) > 1:
         assert len(list_schedule_search(name)) == len(setup.schedules) * len(setup.trial_seeds)
 
@@ -107,7 +100,7 @@ def test_a_second_table_keeps_the_choices_of_the_first_and_has_as_many_rounds(tm
     choice = freeze_choice(name, files)
     assert choice.trials == {**first["trials"], "UEFL": 2}
     methods = [run.experiment.method for run in list_final_runs(name, choice)]
-    assert {count_rounds(method) for method in methods} == {30}
+    assert {method.total_rounds for method in methods} == {30}
 
 
 def test_equal_trials_of_the_first_tables_are_not_run_again() -> None:

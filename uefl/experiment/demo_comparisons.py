@@ -22,7 +22,7 @@ _DIGITS = (
     f"epochs=1 schedule=cosine {_FASTER}"
 )
 _ROUNDS = "rounds=7 extra_rounds=5"
-_GROUP_ROUNDS = "rounds=5 extra_rounds=3 group_rounds=4"  # as many, the last four in groups of alike silos
+_GROUP_ROUNDS = "rounds=5 extra_rounds=7 group_rounds=4"  # as many, the last four in groups of alike silos
 _TUNING = "fine_tuning_epochs=5"  # after the last round, at each silo
 NUM_FOLDS = 5
 
@@ -33,7 +33,7 @@ HOSPITALS = Comparison(
         "local-only": f"local-only {_HEART} {_DROPOUT}",
         "fedavg": f"fedavg {_HEART} {_LOGISTIC} weight_decay=0.01",
         "fine-tuned fedavg": f"fine-tuning {_HEART} {_LINEAR} dropout=0.1 weight_decay=0.003 {_TUNING}",
-        "uefl": f"uefl {_HEART} {_LINEAR} dropout=0.1 weight_decay=0.01 {_CODEBOOK} {_TUNING}",
+        "uefl": f"uefl {_HEART} {_LINEAR} dropout=0.1 weight_decay=0.01 {_CODEBOOK} {_TUNING} group_rounds=0",
     },
     repeats=[f"fold={i}/{NUM_FOLDS}" for i in range(1, NUM_FOLDS + 1)],
     unit="folds",
