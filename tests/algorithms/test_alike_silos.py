@@ -107,6 +107,17 @@ def test_halves_find_the_groups_and_the_silos_that_are_alike_to_no_other(members
     assert group_by_halves({}) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_silos_that_answer_from_a_gpu_are_grouped_with_fewer_centroids_of_the_larger_ones():
+    sizes = {"ada": (80, 4), "bob": (2000, 64), "cyd": (2000, 64)}
+    halves = {
+        name: make_halves(i, [0.0] * 4, num_points=n, num_centroids=v) for i, (name, (n, v)) in enumerate(sizes.items())
+    }
+    on_gpu = {n: Halves(*(Centroids(*(t.cuda() for t in half)) for half in pair)) for n, pair in halves.items()}
+    assert group_by_halves(on_gpu) == group_by_halves(halves) == [("ada", "bob", "cyd")]
+
+
 def test_the_halves_of_a_silo_have_all_examples_and_share_none():
     owners = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])  # two features per example
     encoded = {"features": torch.arange(8.0).reshape(1, 8, 1), "owners": owners}

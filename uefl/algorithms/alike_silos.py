@@ -38,7 +38,10 @@ class Halves(NamedTuple):
 
 def group_by_halves(halves: Mapping[str, Halves]) -> list[tuple[str, ...]]:
     """Return groups of silos as close to each other as halves of one silo, in the order of their first names."""
-    return _join_groups(halves, compute_half_ratio, MAX_HALF_RATIO)
+    on_host = {  # where further K-means runs; silos may answer from a GPU
+        name: Halves(*(Centroids(*(t.cpu() for t in half)) for half in of_silo)) for name, of_silo in halves.items()
+    }
+    return _join_groups(on_host, compute_half_ratio, MAX_HALF_RATIO)
 
 
 def group_by_spacing(centroids: Mapping[str, Centroids]) -> list[tuple[str, ...]]:
@@ -95,7 +98,7 @@ def coarsen_centroids(centroids: Centroids, v: int) -> Centroids:
         return centroids
     clusters = [
         kmeans(points, v, noise_key=derive_key(m, v, addresses.MERGED_CENTROIDS), sample_weights=counts)
-        for m, (points, counts) in enumerate(zip(centroids.centroids.cpu(), centroids.counts.cpu()))
+        for m, (points, counts) in enumerate(zip(*centroids))
     ]
     v = min(len(c.counts) for c in clusters)  # of several members, one may have fewer distinct centroids
     return Centroids(*(torch.stack(pieces) for pieces in zip(*((c.centroids[:v], c.counts[:v]) for c in clusters))))
