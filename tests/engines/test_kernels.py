@@ -70,10 +70,11 @@ def convolve_each(inputs: Sequence[Tensor], convolve: Callable[..., Tensor]) -> 
     ("c", "o", "k", "padding", "size"),
     [
         (3, 20, 5, 0, (2, 7, 9)),  # few channels: one block of all positions of a filter
-        (1, 16, 3, 1, (3, 6, 5)),
+        (1, 16, 3, 1, (4, 6, 6)),
         (32, 80, 1, 0, (2, 5, 6)),  # several blocks of filters
         (9, 24, 3, 1, (2, 5, 6)),  # a block of k has several positions of a filter
         (64, 64, 3, 1, (1, 4, 5)),  # in bfloat16: small blocks of few positions
+        (32, 32, 3, 1, (1, 4, 5)),  # three positions of a filter share the gradients
         (32, 128, 3, 1, (1, 4, 5)),  # in bfloat16: wide blocks of filters
         *(
             on_gpu(*layer, size)
@@ -98,7 +99,7 @@ def test_stacked_convolutions_equal_single_ones(
     if device == "cpu":
         choose = partial(convolution.choose_forward_tile, dtype)
         monkeypatch.setattr(convolution, "choose_forward_tile", lambda _dtype, *sizes: choose(*sizes))
-        monkeypatch.setattr(convolution, "POSITIONS_PER_PART", 64)  # so that small images have several parts, too
+        monkeypatch.setattr(convolution, "POSITIONS_PER_PART", 128)  # so that small images have several parts, too
         dtype = torch.float32
     inputs = make_inputs(device, {"x": (3, size[0], c, *size[1:]), "w": (3, o, c, k, k), "b": (3, o)})
     y = convolution.StackedConvolution.apply(*inputs, 1, padding, dtype)

@@ -10,7 +10,7 @@ Legend: G clients, B images, C input and O output channels; k is the axis of a f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,10 +30,10 @@ FEW_CHANNELS = 8  # of images; a block of channels would be mostly empty
 def _forward_kernel(
     x, w, bias, y, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    BIAS: tl.constexpr, FLIPPED: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BIAS: tl.constexpr, REVERSED: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """y [G,B,P,Q,OUT] = columns of x [G,B,H,W,C] times w [G,OUT,k], or with FLIPPED times w [G,C,k'] turned around."""
+    """y [G,B,P,Q,OUT] = columns of x [G,B,H,W,C] times w [G,OUT,k]; with REVERSED, filters are turned around."""
     g = tl.program_id(1).to(tl.int64)
     blocks: tl.constexpr = (OUT + BN - 1) // BN
     K: tl.constexpr = ROWS * COLUMNS * C
@@ -47,8 +47,8 @@ def _forward_kernel(
     total = tl.zeros((BM, BN), tl.float32)
     for start in range(0, K, BK):
         k = start + tl.arange(0, BK)
-        if FLIPPED:  # input and output channels exchanged, rows and columns reversed
-            source = w + ((k % C * ROWS * COLUMNS + ROWS * COLUMNS - 1 - k // C) * OUT)[:, None] + n[None, :]
+        if REVERSED:
+            source = w + ((ROWS * COLUMNS - 1 - k // C) * C + k % C)[:, None] + n[None, :] * K
         else:
             source = w + k[:, None] + n[None, :] * K
         if WIDE:  # a block of k is within one position of the filter
@@ -152,28 +152,63 @@ def choose_block(size: int, largest: int = 64) -> int:
     return min(largest, max(16, block))
 
 
-def choose_forward_tile(dtype: torch.dtype, num_positions: int, c: int, o: int) -> tuple[int, int, int]:
-    """Return the numbers of positions, of output channels and of k of one step of a program: the fastest measured."""
-    is_bfloat16 = dtype == torch.bfloat16
-    if is_bfloat16 and num_positions <= FEW_POSITIONS and c % 64 == 0 and o % 64 == 0:
-        return 64, 64, 64
-    if is_bfloat16 and o % 128 == 0:
-        return 64, 128, 64 if c % 64 == 0 else 32
-    return 128, choose_block(o), 32
+class Tile(NamedTuple):
+    """The work of one program in one step, and how it is executed: the fastest of those tried (docs/log.md)."""
+
+    positions: int
+    outputs: int  # channels of the result, or filters
+    inputs: int  # of k, or channels
+    num_warps: int = 4
+    num_stages: int = 3  # loads that are under way; more need registers
+
+
+def choose_forward_tile(dtype: torch.dtype, num_positions: int, k: int, c: int, o: int) -> Tile:
+    """Return the tile of a convolution of c channels with o filters of k weights."""
+    if dtype == torch.bfloat16:
+        if num_positions <= FEW_POSITIONS and c % 64 == 0 and o % 64 == 0:
+            return Tile(64, 64, 64)
+        if o % 128 == 0:
+            return Tile(64, 128, 64 if c % 64 == 0 else 32)
+    elif c % 32 == 0 and o % 128 == 0:
+        return Tile(128, 128, 32, num_warps=8)
+    elif c % 32 == 0:
+        return Tile(64 if o >= 64 else 128, choose_block(o), 32, num_stages=1)
+    return Tile(128, choose_block(o), choose_block(k, 32))
+
+
+def choose_gradient_tile(dtype: torch.dtype, c: int, o: int) -> Tile:
+    """Return the tile of the gradient of o filters of c channels."""
+    largest = 128 if dtype == torch.bfloat16 else 64
+    outputs, inputs = choose_block(o, largest), choose_block(c, largest)
+    size = outputs * inputs
+    if dtype == torch.bfloat16:
+        if size <= 256:
+            return Tile(32, outputs, inputs, num_warps=1)
+        return Tile(32, outputs, inputs, num_stages=4) if size > 8192 else Tile(64, outputs, inputs)
+    if size <= 1024:
+        return Tile(64 if size <= 512 else 32, outputs, inputs, num_warps=1)
+    return Tile(128 if size <= 2048 else 64, outputs, inputs, num_stages=1)
+
+
+def choose_short_gradient_tile(k: int, o: int) -> Tile:
+    """Return the tile of the gradient of o filters of k weights, of images with few channels."""
+    outputs, inputs = choose_block(o), choose_block(k)
+    is_small = outputs * inputs <= 256
+    return Tile(128 if is_small else 64, outputs, inputs, 1 if is_small else 4, num_stages=1)
 
 
 def _convolve(
-    x: Tensor, w: Tensor, bias: Tensor | None, padding: int, *, stride: int = 1, flipped: bool = False
+    x: Tensor, w: Tensor, bias: Tensor | None, padding: int, *, stride: int = 1, is_reversed: bool = False
 ) -> Tensor:
-    """Convolve x [G,B,H,W,C] with w [G,O,r,s,C], or x [G,B,H,W,O] with w turned around: [G,B,P,Q,O or C]."""
-    (groups, b, h, width, c), (rows, columns), o = x.shape, w.shape[2:4], w.shape[4 if flipped else 1]
+    """Convolve x [G,B,H,W,C] with w [G,O,r,s,C]: [G,B,P,Q,O]; or with the rows and columns of w in reverse order."""
+    (groups, b, h, width, c), (o, rows, columns) = x.shape, w.shape[1:4]
     p, q = (h + 2 * padding - rows) // stride + 1, (width + 2 * padding - columns) // stride + 1
     y = x.new_empty(groups, b, p, q, o)
-    bm, bn, bk = choose_forward_tile(x.dtype, b * p * q, c, o)
+    bm, bn, bk, num_warps, num_stages = choose_forward_tile(x.dtype, b * p * q, rows * columns * c, c, o)
     grid = (triton.cdiv(b * p * q, bm) * triton.cdiv(o, bn), groups)
     _forward_kernel[grid](
         x, w, y if bias is None else bias, y, b, h, width, c, p, q, o, rows, columns, stride, padding,
-        bias is not None, flipped, c % bk == 0, bm, bn, bk, num_warps=4, num_stages=3,
+        bias is not None, is_reversed, c % bk == 0, bm, bn, bk, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return y
 
@@ -184,18 +219,15 @@ def _compute_filter_gradient(x: Tensor, dy: Tensor, w: Tensor, stride: int, padd
     parts = triton.cdiv(b * p * q, POSITIONS_PER_PART)
     dw = torch.empty(parts, *w.shape, dtype=torch.float32, device=w.device)
     arguments = (x, dy, dw, b, *x.shape[2:4], c, p, q, o, rows, columns, stride, padding, POSITIONS_PER_PART)
-    largest = 128 if x.dtype == torch.bfloat16 else 64
-    bn, bc = choose_block(o, largest), choose_block(c, largest)
     if c < FEW_CHANNELS:
-        bk = choose_block(rows * columns * c)
-        bm, num_warps = (32, 1) if bn * bk <= 256 else (64, 4)
+        bm, bn, bk, num_warps, num_stages = choose_short_gradient_tile(rows * columns * c, o)
         grid = (triton.cdiv(rows * columns * c, bk) * triton.cdiv(o, bn), groups, parts)
-        _short_filter_gradient_kernel[grid](*arguments, bm, bn, bk, num_warps=num_warps, num_stages=3)
+        _short_filter_gradient_kernel[grid](*arguments, bm, bn, bk, num_warps=num_warps, num_stages=num_stages)
     else:
-        taps = 3 if columns == 3 and bn * bc <= 1024 else 1  # three larger sums do not fit into registers
-        bm, num_warps = (32, 1) if bn * bc <= 256 else (32, 4) if bn * bc > 8192 else (64, 4)
+        bm, bn, bc, num_warps, num_stages = choose_gradient_tile(x.dtype, c, o)
+        # Three larger sums do not fit into registers.
+        taps = 3 if columns == 3 and bn * bc <= (1024 if x.dtype == torch.bfloat16 else 2048) else 1
         grid = (rows * columns // taps * triton.cdiv(c, bc) * triton.cdiv(o, bn), groups, parts)
-        num_stages = 4 if bn * bc > 8192 else 3
         _filter_gradient_kernel[grid](*arguments, taps, bm, bn, bc, num_warps=num_warps, num_stages=num_stages)
     return dw[0] if parts == 1 else dw.sum(0)
 
@@ -227,7 +259,10 @@ class StackedConvolution(torch.autograd.Function):
         dx = dbias = None
         if ctx.needs_input_grad[0]:  # the convolution of the gradients with the filters turned around
             spread = _spread(gradients, ctx.stride, *(size + 2 * ctx.padding - rows + 1 for size in images.shape[2:4]))
-            dx = _convolve(spread, filters, None, rows - 1 - ctx.padding, flipped=True)
+            # Copied with the channels of the gradients last: to read them across takes up to seven times as long.
+            dx = _convolve(
+                spread, filters.permute(0, 4, 2, 3, 1).contiguous(), None, rows - 1 - ctx.padding, is_reversed=True
+            )
             dx = dx.permute(0, 1, 4, 2, 3).to(x_dtype)
         total = _compute_filter_gradient(images, gradients, filters, ctx.stride, ctx.padding)
         if bias_dtype is not None:
