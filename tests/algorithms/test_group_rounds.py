@@ -118,6 +118,16 @@ def test_shared_rounds_and_decisions_are_those_of_a_run_that_ends_with_them():
     assert records[SHARED - 1]["bytes_up"] > records[0]["bytes_up"], "centroids of halves count"
 
 
+def test_the_level_of_the_test_is_divided_by_the_decisions_before_the_group_rounds():
+    codebook = replace(make_group_method().codebook, uncertainty_test="permutation")
+    levels = {}
+    for iterations, group_rounds in ((2, 0), (3, 2), (3, 1), (3, 0)):
+        method = make_group_method(codebook=codebook, iterations=iterations, group_rounds=group_rounds)
+        _, records = run_rounds(method, make_clients(method, make_silos(), feature_norm="none"), 3)
+        levels[iterations, group_rounds] = records[-1]["decision"]["level_per_decision"]
+    assert levels == {(2, 0): 0.05, (3, 2): 0.05, (3, 1): 0.025, (3, 0): 0.025}
+
+
 @pytest.mark.parametrize("group_rounds", [2, 3])  # the last iteration, and one round more
 def test_codewords_are_validated_for_the_last_time_before_the_first_group_round(group_rounds):
     codebook = replace(make_group_method().codebook, extend="validated")
@@ -272,7 +282,8 @@ def test_groups_need_a_codebook():
 
 
 def test_a_run_names_its_groups_and_predicts_with_their_models(tmp_path):
-    answer = call_cli("run", "uefl", *TINY_SETTINGS, "group_rounds=1", "--out", str(tmp_path))
+    settings = ["group_rounds=1" if s == "group_rounds=0" else s for s in TINY_SETTINGS]
+    answer = call_cli("run", "uefl", *settings, "--out", str(tmp_path))
     assert answer.code == 0
     text = " ".join(answer.stdout.split())
     assert "after the last shared round, groups of alike silos trained one model each: D1-1" in text

@@ -47,7 +47,13 @@ def report_uncertain_silos(
         return server, _report_by_threshold(codebook, validation)
     server, shared = _evaluate_shared_codewords(method, clients, server, validation)
     noise_key = derive_key(clients.seed, server.round, addresses.SILO_PERMUTATIONS)
-    return server, report_by_permutation(codebook, shared, noise_key, num_decisions=max(method.iterations - 1, 1))
+    return server, report_by_permutation(codebook, shared, noise_key, num_decisions=count_decisions(method))
+
+
+def count_decisions(method: FedAvg) -> int:
+    """Return how many decisions a run has at most: at ends of iterations before the last shared round."""
+    ends = (method.rounds + i * method.extra_rounds for i in range(method.iterations))
+    return max(sum(end < method.shared_rounds for end in ends), 1)
 
 
 def report_by_permutation(
