@@ -39,7 +39,7 @@ class Setup(NamedTuple):
 
 FIRST_CODEBOOK = (
     *("num_codewords=256", "segments=4", "codeword_gradient=code", "gate=none", "gate_value=0.75"),
-    "fine_tuning_epochs=0",
+    *("fine_tuning_epochs=0", "group_rounds=0"),
 )
 SCHEDULE = ("rounds=6", "extra_rounds=4", "iterations=2", "epochs=2")
 SETUPS = {

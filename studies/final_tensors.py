@@ -46,7 +46,7 @@ CODEBOOK = [
     *("num_codewords=8", "segments=4", "gamma=0", "min_standard_errors=0", "commitment_weight=0.01"),
     *("codeword_gradient=code", "gate=none", "gate_value=0.75"),
 ]
-FINE_TUNING = "fine_tuning_epochs=0"  # of UEFL in the records; its preset fine-tunes since
+NO_OWN_MODELS = ["fine_tuning_epochs=0", "group_rounds=0"]  # of UEFL in the records; its preset has own models since
 SETTINGS = {
     "uefl ensemble of two": "uefl ensemble_size=2",
     "uefl optimizer kept": "uefl reset_optimizer=false",
@@ -111,9 +111,9 @@ def list_runs() -> Mapping[str, Experiment]:
         codebook = [s for s in CODEBOOK if has_codebook and s.partition("=")[0] not in named]
         # The group-norm encoder has no width.
         small = [setting for setting in SMALL if not (setting.startswith("width=") and "encoder=g" in text)]
-        fine_tuning = [FINE_TUNING] if arguments[0] == "uefl" else []
+        own_models = NO_OWN_MODELS if arguments[0] == "uefl" else []
         for precision in ("float32", "float64"):
-            settings = [*arguments, *small, *codebook, *fine_tuning, f"precision={precision}"]
+            settings = [*arguments, *small, *codebook, *own_models, f"precision={precision}"]
             (runs[f"{label}, {precision}"],) = parse_experiments(settings, (), "default").values()
     return runs
 

@@ -158,7 +158,10 @@ class Federation:
 
 
 # Settings that the records have and the library's defaults had.
-FIRST_CODEBOOK = ("codeword_gradient=code", "gate=none", "gate_value=0.75", "segments=4", "fine_tuning_epochs=0")
+FIRST_CODEBOOK = (
+    *("codeword_gradient=code", "gate=none", "gate_value=0.75", "segments=4"),
+    *("fine_tuning_epochs=0", "group_rounds=0"),
+)
 FIRST_SETTINGS: Mapping[SetupName, tuple[str, ...]] = {
     "hospitals": (*FIRST_CODEBOOK, "num_codewords=16", "dropout=0.1", "logit_adjustment=none"),
     "rotations": (*FIRST_CODEBOOK, "num_codewords=256", "commitment_weight=0.01"),

@@ -111,7 +111,7 @@ def compute_interval(count: int, total: int) -> tuple[float, float]:
 
 def find_minority(seed: int, device: str, settings: list[str]) -> dict[str, Any]:
     """Train up to the first decision; return which silos it reports and what it is based on."""
-    (experiment,) = parse_experiments(["uefl", *settings, f"seed={seed}"], (), "default").values()
+    (experiment,) = parse_experiments(["uefl", *settings, "group_rounds=0", f"seed={seed}"], (), "default").values()
     silos, images = experiment.data.load(seed)
     method = experiment.method
     net = experiment.build_network(tuple(silos[0].test.x.shape[1:]), len(images.classes))

@@ -147,17 +147,24 @@ ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=g
 LAST_ROUND = ("evaluate_every=1000", "evaluate_local=false")  # nothing else is read
 
 
-def make_preset_setup(preset: str, data: str, *settings: str, title: str, seeds: Sequence[int]) -> Setup:
-    """Return a setup in which every method has the settings of a preset for a data set."""
-    methods = {FEDAVG: "fedavg", "FedAvg, fine-tuned": "fine-tuning", UEFL: "uefl"}
-    experiments = parse_experiments([*methods.values(), data, *settings], (), preset)
+def make_preset_setup(data: str, *settings: str, title: str, seeds: Sequence[int], num_rotations: int = 0) -> Setup:
+    """Return a setup in which every method has the settings of the preset `default` for a data set.
+
+    With a number of rotations, IFCA is beside the others and knows it.
+    """
+    methods = {FEDAVG: "fedavg", "FedAvg, fine-tuned": "fine-tuning"}
+    if num_rotations:
+        methods |= {f"IFCA, {num_rotations} models": "ifca"}
+        settings = (*settings, f"num_models={num_rotations}")
+    methods |= {UEFL: "uefl"}
+    experiments = parse_experiments([*methods.values(), data, *settings], (), "default")
     first = experiments["fedavg"]
     values = {
         row: {f.name: getattr(experiments[m].method, f.name) for f in fields(experiments[m].method) if f.init}
         for row, m in methods.items()
     }
     return Setup(
-        title=f"{title}, every method with the preset `{preset}`",
+        title=title,
         data=first.data,
         model=first.model,
         local=first.method.local,
@@ -167,22 +174,6 @@ def make_preset_setup(preset: str, data: str, *settings: str, title: str, seeds:
         seeds=seeds,
         receivers=(),
     )
-
-
-def train_in_groups(setup: Setup) -> Setup:
-    """Return a setup of a preset in which UEFL's last iteration trains groups of alike silos, with IFCA beside it.
-
-    IFCA knows how many rotations there are.
-    """
-    uefl = setup.rows[UEFL].trials[0]
-    shared = {name: value for name, value in setup.rows[FEDAVG].trials[0].method.items() if name != "start"}
-    rounds = {"group_rounds": uefl.method["extra_rounds"]}
-    rows = {
-        **{name: row for name, row in setup.rows.items() if name != UEFL},
-        "IFCA, 3 models": Row(method="ifca", trials=(Trial(label="preset", method={**shared, "num_models": 3}),)),
-        UEFL: Row(method="uefl", trials=(replace(uefl, method={**uefl.method, **rounds}),)),
-    }
-    return replace(setup, title=f"{setup.title}, UEFL in groups of alike silos", rows=rows)
 
 
 SETUPS: Mapping[str, Setup] = {
@@ -233,15 +224,30 @@ SETUPS: Mapping[str, Setup] = {
         seeds=tuple(range(110, 120)),
         receivers=(),
     ),
-    "default": make_preset_setup("default", "mnist5k", title="Embedded digits, nine silos", seeds=range(120, 130)),
-    "default-groups": train_in_groups(
-        make_preset_setup("default", "mnist5k", *LAST_ROUND, title="Embedded digits, nine silos", seeds=range(150, 160))
+    "default": make_preset_setup(
+        "mnist5k",
+        "group_rounds=0",  # as the preset was then
+        title="Embedded digits, nine silos, every method with the preset `default`, before it had groups",
+        seeds=range(120, 130),
+    ),
+    "default-groups": make_preset_setup(
+        "mnist5k",
+        *LAST_ROUND,
+        title="Embedded digits, nine silos, every method with the preset `default`",
+        seeds=range(150, 160),
+        num_rotations=3,
     ),
     "default-fashion": make_preset_setup(
-        "default", "fmnist", *LAST_ROUND, title="Fashion-MNIST, nine silos", seeds=range(120, 130)
+        "fmnist",
+        *LAST_ROUND,
+        title="Fashion-MNIST, nine silos, every method with the preset `default`",
+        seeds=range(120, 130),
     ),
     "default-cifar10": make_preset_setup(
-        "default", "cifar10", *LAST_ROUND, title="CIFAR10, nine silos, VGG16", seeds=range(130, 135)
+        "cifar10",
+        *LAST_ROUND,
+        title="CIFAR10, nine silos, VGG16, every method with the preset `default`",
+        seeds=range(130, 135),
     ),
     "hospitals": HOSPITALS,
     "hospitals-again": HOSPITALS_AGAIN,

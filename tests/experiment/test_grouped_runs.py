@@ -199,7 +199,7 @@ def test_memory_of_a_device_is_given_back_when_the_stacks_are_gone(experiments, 
 
 
 def test_runs_of_a_group_differ_in_their_seed_alone(experiments):
-    (fedavg,) = parse_experiments(["fedavg", *TINY_SETTINGS[:-3], "seed=3"], [], "default").values()
+    (fedavg,) = parse_experiments(["fedavg", *TINY_SETTINGS_NO_CODEBOOK, "seed=3"], [], "default").values()
     groups = group_runs({"a": experiments["seed 3"], "b": fedavg, "c": experiments["seed 4"]})
     assert [list(group) for group in groups] == [["a", "c"], ["b"]]
 

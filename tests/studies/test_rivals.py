@@ -28,7 +28,7 @@ from studies.rivals.runner import (
     list_trials,
     read_frozen,
 )
-from studies.rivals.setups import SETUPS
+from studies.rivals.setups import LAST_ROUND, SETUPS
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
 from studies.rivals.tables import format_gain
 from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, Schedule
@@ -195,11 +195,27 @@ def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole
     assert render_ablations(name, choice, results[:-1]) == ""
 
 
-def test_the_preset_has_the_settings_that_the_command_line_gives() -> None:
-    setup = SETUPS["default"]
-    for row, name in {"FedAvg": "fedavg", "FedAvg, fine-tuned": "fine-tuning", "UEFL": "uefl"}.items():
+@pytest.mark.parametrize(
+    ("setup_name", "data", "own_settings"),
+    [
+        ("default", [], {"uefl": ["group_rounds=0"]}),  # as the preset was then
+        ("default-groups", LAST_ROUND, {"ifca": ["num_models=3"]}),
+        ("default-fashion", ["fmnist", *LAST_ROUND], {}),
+        ("default-cifar10", ["cifar10", *LAST_ROUND], {}),
+    ],
+)
+def test_the_preset_has_the_settings_that_the_command_line_gives(
+    setup_name: str, data: list[str], own_settings: dict[str, list[str]]
+) -> None:
+    setup = SETUPS[setup_name]
+    assert ("IFCA, 3 models" in setup.rows) == ("ifca" in own_settings)
+    rounds = set()
+    for row, name in ((row, setup.rows[row].method) for row in setup.rows):
         experiment = setup.make_experiment(row, setup.rows[row].trials[0], setup.schedules[0], 120)
-        assert experiment == parse_experiments([name, "seed=120"], (), "default")[name]
+        settings = [name, *data, *own_settings.get(name, ()), "seed=120"]
+        assert experiment == parse_experiments(settings, (), "default")[name]
+        rounds.add(experiment.method.total_rounds)
+    assert len(rounds) == 1
 
 
 def test_a_row_may_be_added_to_a_frozen_choice_and_changes_nothing_else(tmp_path: Path) -> None:
