@@ -175,8 +175,7 @@ TINY_SETTINGS_NO_CODEBOOK = [
     "batch_size=20",
     "mc_samples=3",
 ]
-# For the command line, on the embedded digits; without group rounds, so that the first iteration ends with a decision.
-TINY_SETTINGS = [*TINY_SETTINGS_NO_CODEBOOK, *CODEBOOK_SETTINGS, "group_rounds=0"]
+TINY_SETTINGS = [*TINY_SETTINGS_NO_CODEBOOK, *CODEBOOK_SETTINGS]  # for the command line, on the embedded digits
 
 
 def make_short_method(method_class: type[FedAvg]) -> FedAvg:

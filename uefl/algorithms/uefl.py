@@ -59,7 +59,7 @@ class UEFL(FineTuning):
         0,
         "Rounds at the end of a run, but none of its first iteration, in which groups of alike silos train one model "
         "per group, and silos alike to no other one together, at half of the learning rate, falling; codewords stay. "
-        "0: none, as in the paper; the preset default has extra_rounds, the last iteration (D35).",
+        "0: none, as in the paper; the preset default has the last iteration, if it is the third or a later one (D35).",
         at_least=0,
     )
 

@@ -36,7 +36,7 @@ def parse_experiments(arguments: Sequence[str], default_methods: Sequence[str], 
         PARTITIONERS.check_name(partitioner)
     if encoder:
         check_encoder(encoder)
-    from uefl.experiment.recipes import make_experiment
+    from uefl.experiment.recipes import choose_group_rounds, make_experiment
 
     experiments = {
         name: make_experiment(
@@ -51,7 +51,10 @@ def parse_experiments(arguments: Sequence[str], default_methods: Sequence[str], 
         for name in methods or default_methods
     }
     rest = [a for a in assignments if a != "codebook=on"]
-    return {name: _override(e, _select_applicable(e, rest, experiments)) for name, e in experiments.items()}
+    changed = {name: _override(e, _select_applicable(e, rest, experiments)) for name, e in experiments.items()}
+    if preset != "default" or any(a.partition("=")[0].endswith("group_rounds") for a in assignments):
+        return changed
+    return {name: choose_group_rounds(e) for name, e in changed.items()}  # by the assigned iterations
 
 
 def _override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:

@@ -85,8 +85,16 @@ def _apply_default(experiment: Experiment) -> Experiment:
     if method.codebook:
         method = replace(method, codebook=replace(method.codebook, **DEFAULT_CODEBOOK))
     if isinstance(method, UEFL):
-        method = replace(method, fine_tuning_epochs=DEFAULT_TUNING_EPOCHS, group_rounds=method.extra_rounds)
-    return replace(experiment, method=method)
+        method = replace(method, fine_tuning_epochs=DEFAULT_TUNING_EPOCHS)
+    return choose_group_rounds(replace(experiment, method=method))
+
+
+def choose_group_rounds(experiment: Experiment) -> Experiment:
+    """Return UEFL with its last iteration in groups, if two come before it: the codebook is extended between these."""
+    method = experiment.method
+    if not isinstance(method, UEFL):
+        return experiment
+    return replace(experiment, method=replace(method, group_rounds=method.extra_rounds if method.iterations > 2 else 0))
 
 
 def _apply_budget(experiment: Experiment) -> Experiment:
