@@ -401,6 +401,7 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
         {"kind": "trained", "round": 2, "seconds": 6.4},
         {"kind": "silo", "silo": "", "activity": "an unknown node was rejected"},
         {"kind": "round", "record": {**record, "silos": {"ada": silo, "bob": {**silo, "rejected": "not finite"}}}},
+        {"kind": "round", "record": {"round": 3, "iteration": 0, "groups": [["ada"]], "silos": {"ada": silo}}},
         {"kind": "finished", "folder": "runs/a", "engine": "serial"},
     ]
 
@@ -410,6 +411,7 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
                 display.on_event("uefl", event)
 
     lines = [line for line in capture(show).splitlines() if line]
+    assert lines.pop(-2).startswith("uefl: in groups, round 3/4  mA 0.500  mE 0.250  about ")
     assert lines.pop(-2).startswith("uefl: iteration 1, round 2/4  mA 0.500  mE 0.250  about ")
     assert lines == [
         "uefl: warning: few images",

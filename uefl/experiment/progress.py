@@ -62,7 +62,7 @@ class ProgressDisplay:
         if run not in self.tasks:
             self.tasks[run] = self.progress.add_task("", total=None, run=run, status="loading data", time_left="")
             self.run_states[run] = {
-                "iteration": 0,
+                "phase": "iteration 1",
                 "silo": "",
                 "metrics_text": "",
                 "round": 0,
@@ -148,7 +148,8 @@ class ProgressDisplay:
                 f"  ({record['num_evaluated']} of {record['num_silos']} silos)" if "num_evaluated" in record else ""
             )
             state["metrics_text"] = "  ".join(means) + sample
-        state |= {"iteration": record["iteration"], "round": round_number}
+        phase = "in groups" if record.get("groups") else f"iteration {record['iteration'] + 1}"
+        state |= {"phase": phase, "round": round_number}
         if "initial_codewords" in record:
             count = record["initial_codewords"]
             self.console.print(
@@ -166,7 +167,7 @@ class ProgressDisplay:
                 self.console.print(line, soft_wrap=True, markup=False)
         if not self.console.is_terminal:
             self.console.print(
-                f"{run}: iteration {record['iteration'] + 1}, round {round_number}/{state['total_rounds']}  "
+                f"{run}: {phase}, round {round_number}/{state['total_rounds']}  "
                 f"{state['metrics_text'] if is_evaluated(record) else 'not evaluated'}{self._format_time_left(run)}",
                 soft_wrap=True,
                 markup=False,
@@ -184,5 +185,5 @@ class ProgressDisplay:
 
     def _refresh(self, run: str) -> None:
         state, time_left = self.run_states[run], self._format_time_left(run)
-        status = f"iteration {state['iteration'] + 1}  {state['metrics_text']}  {state['silo']}"
+        status = f"{state['phase']}  {state['metrics_text']}  {state['silo']}"
         self.progress.update(self.tasks[run], completed=state["round"], status=status, time_left=time_left)

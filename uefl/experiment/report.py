@@ -300,13 +300,13 @@ def describe_grouping(groups: Sequence[Sequence[str]], unlike: Sequence[str]) ->
 
 
 def describe_own_models(runs: Mapping[str, Path]) -> list[str]:
-    """Describe what local fine-tuning after the last round changed."""
+    """Describe what training in groups and local fine-tuning changed."""
     lines = []
     for name, folder in runs.items():
         if own := RunFolder(folder).read_summary().get("own_models"):
             lines.append(
-                f"{name}: after the last round, {own['num_silos']} silos trained models of their own from the shared "
-                f"one: mean NLL of test examples {own['nll']:.3f}, of the shared model {own['shared_nll']:.3f}"
+                f"{name}: after the last round, {own['num_silos']} silos have models of their own: mean NLL of test "
+                f"examples {own['nll']:.3f}, of the shared model {own['shared_nll']:.3f}"
             )
     return lines
 
