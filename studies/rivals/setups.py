@@ -145,6 +145,10 @@ ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=g
 
 
 LAST_ROUND = ("evaluate_every=1000", "evaluate_local=false")  # nothing else is read
+OWN_IMAGES = (  # what the preset has for own images, at a size for a CPU
+    *("image_size=14", "train_per_silo=600", "test_per_silo=400", "width=16", "hidden_size=128"),
+    *("rounds=8", "extra_rounds=6", "iterations=3", "local.lr=0.002", "batch_size=64", "epochs=1"),
+)
 
 
 def make_preset_setup(data: str, *settings: str, title: str, seeds: Sequence[int], num_rotations: int = 0) -> Setup:
@@ -240,7 +244,8 @@ SETUPS: Mapping[str, Setup] = {
     "default-fashion": make_preset_setup(
         "fmnist",
         *LAST_ROUND,
-        title="Fashion-MNIST, nine silos, every method with the preset `default`",
+        *OWN_IMAGES,
+        title="Fashion-MNIST at 14 × 14 pixels, nine silos of 600 images, every method with the preset for own images",
         seeds=range(120, 130),
     ),
     "default-cifar10": make_preset_setup(

@@ -28,7 +28,7 @@ from studies.rivals.runner import (
     list_trials,
     read_frozen,
 )
-from studies.rivals.setups import LAST_ROUND, SETUPS
+from studies.rivals.setups import LAST_ROUND, OWN_IMAGES, SETUPS
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
 from studies.rivals.tables import format_gain
 from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, Schedule
@@ -200,7 +200,7 @@ def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole
     [
         ("default", [], {"uefl": ["group_rounds=0"]}),  # as the preset was then
         ("default-groups", LAST_ROUND, {"ifca": ["num_models=3"]}),
-        ("default-fashion", ["fmnist", *LAST_ROUND], {}),
+        ("default-fashion", ["fmnist", *LAST_ROUND, *OWN_IMAGES], {}),
         ("default-cifar10", ["cifar10", *LAST_ROUND], {}),
     ],
 )
@@ -216,6 +216,14 @@ def test_the_preset_has_the_settings_that_the_command_line_gives(
         assert experiment == parse_experiments(settings, (), "default")[name]
         rounds.add(experiment.method.total_rounds)
     assert len(rounds) == 1
+
+
+def test_fashion_mnist_has_the_preset_of_own_images() -> None:
+    setup = SETUPS["default-fashion"]
+    for row, name in ((row, setup.rows[row].method) for row in setup.rows):
+        own = setup.make_experiment(row, setup.rows[row].trials[0], setup.schedules[0], 0)
+        (folder,) = parse_experiments([name, "folder", "path=photos", *LAST_ROUND], (), "default").values()
+        assert (own.method, own.model) == (folder.method, folder.model)
 
 
 def test_a_row_may_be_added_to_a_frozen_choice_and_changes_nothing_else(tmp_path: Path) -> None:
