@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import make_clients, make_short_method
+from harness import make_clients, make_short_method, run_rounds
 
+from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.federation import Update
 from uefl.core.local import LocalTraining
@@ -54,6 +55,7 @@ def test_a_step_that_cannot_be_captured_runs_in_the_queue_of_its_thread(monkeypa
 
     def step(_x: torch.Tensor) -> None:
         queues.append(device.queue)
+        assert CAPTURE_LOCK.locked(), "a thread that captures must not meet another one's gradients"
         if device.queue == "capture":
             raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -63,6 +65,23 @@ def test_a_step_that_cannot_be_captured_runs_in_the_queue_of_its_thread(monkeypa
     assert queues == ["usual", "capture", "usual", "usual"], "run, then capture, which fails, and run again"
     assert device.synchronized_alone == [True], "no other thread may capture meanwhile"
     assert not CAPTURE_LOCK.locked()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fediir", "pmfl"])  # of losses, in a task, after training
+def test_gradients_are_computed_while_no_other_thread_captures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch computes the gradients of all threads in one, and cuDNN fails there if it changes to another queue."""
+    alone: list[bool] = []
+    compute_gradients = torch.autograd.grad
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        alone.append(CAPTURE_LOCK.locked())
+        return compute_gradients(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", record)
+    method = make_short_method(METHODS[name])
+    run_rounds(method, make_clients(method, engine=StackedEngine), 1)
+    assert alone
+    assert all(alone)
 
 
 def test_graphs_are_freed_while_no_other_thread_captures() -> None:

@@ -24,7 +24,7 @@ from uefl.core.kmeans import kmeans_batch
 from uefl.engines import serial
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked import two_part_tasks
-from uefl.engines.stacked.device_buffers import DeviceBuffers
+from uefl.engines.stacked.device_buffers import CAPTURE_LOCK, DeviceBuffers
 from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
 from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment.rounds import iterate_rounds
@@ -99,12 +99,12 @@ def test_seeds_of_two_stacks_at_the_same_time_equal_their_runs_alone(name):
 
 
 def test_torchs_generators_are_seeded_by_one_thread_at_a_time(monkeypatch):
-    """A server of the other stack may draw from them, or seed them, only in its turn."""
+    """A server of the other stack may draw from them, or seed them, only in its turn, and none captures meanwhile."""
     locks, has_turn = make_locks(), []
 
     @contextmanager
     def record(_device: torch.device) -> Iterator[None]:
-        has_turn.append(locks.turn.locked())
+        has_turn.append(locks.turn.locked() and CAPTURE_LOCK.locked())
         yield
 
     def run_seed(seed: int) -> None:

@@ -18,7 +18,9 @@ from uefl.engines.optimizer_state import OPTIMIZER_PREFIX
 from uefl.engines.stacked.client_stack import ClientStack, allocate_stack
 from uefl.engines.stacked.stacked_optimizer import StackedOptimizer
 
-CAPTURE_LOCK = threading.Lock()  # one engine at a time: to free the graphs of another one would break a capture
+# One engine at a time: to free the graphs of another one would break a capture. So would its gradients: torch computes
+# those of all engines in one thread, whose cuDNN would wait in the other queue for the one that is captured.
+CAPTURE_LOCK = threading.Lock()
 
 
 class DeviceBuffers:
@@ -105,15 +107,13 @@ class CapturedStep:
         for buffer, tensor in zip(self.inputs, inputs):
             buffer.copy_(tensor)
         self.calls += 1
-        if self.calls == 1:
-            self.step(*self.inputs)
-            return
-        if self.graph is None:
+        if self.calls > 1 and self.graph is None:
             self.graph = self._capture()
         if self.graph:
             self.graph.replay()
         else:
-            self.step(*self.inputs)
+            with CAPTURE_LOCK:
+                self.step(*self.inputs)
 
     def _capture(self) -> torch.cuda.CUDAGraph | Literal[False]:
         """Capture the step without running it; some operations cannot be captured, such as a copy from the host.

@@ -396,7 +396,8 @@ class StackedEngine(SerialEngine):
             self._apply_updates(method, buffers, clients, split, updates, epoch, indices, keys, steps)
 
         if not self.use_cuda_graphs:
-            step(indices, keys, steps)
+            with CAPTURE_LOCK:
+                step(indices, keys, steps)
             return
         # A graph replays the epoch it was captured in.
         captured_epoch = epoch if any(update.per_epoch for update in buffers.updates[updates]) else 0
@@ -466,7 +467,7 @@ class StackedEngine(SerialEngine):
             ) -> tuple[Tensors, Tensors]:
                 return method.finish_training(model, Examples(x, y), num_steps=num_steps, lr=lr)
 
-            with torch.no_grad():
+            with CAPTURE_LOCK, torch.no_grad():  # a method may compute gradients here
                 results = self._mapper.call_for_silos(selected, offsets, finish, *examples)
             for i, row in enumerate(rows):
                 extras[row], client_states[row] = ({n: t[i] for n, t in tensors.items()} for tensors in results)
@@ -555,7 +556,7 @@ class StackedEngine(SerialEngine):
                 sums: Tensors = client_task.compute(model, Batch(x, y, position, noise_key=noise_key))
             return sums
 
-        with torch.no_grad():
+        with CAPTURE_LOCK, torch.no_grad():  # a task may compute gradients
             stacked_sums: Tensors = self._mapper.call_for_silos(stack, keys, compute, x, y, keys)
         return stacked_sums
 
