@@ -162,6 +162,64 @@ def test_stacked_batch_norms_equal_single_ones(
     assert_close(stacked, (*differentiate(each, double, torch.float64), *statistics), ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, on_gpu(torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("b", "c", "groups", "size"),
+    [(3, 16, 4, (7, 5)), (2, 128, 8, (3, 3)), (2, 8, 8, (9, 9)), on_gpu(64, 64, 8, (28, 28))],
+)
+def test_stacked_group_norms_equal_single_ones(
+    b: int, c: int, groups: int, size: tuple[int, int], dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from uefl.engines.stacked import group_norm
+
+    check_interpreter(device, dtype, is_large=size[0] > 9)
+    if device == "cpu":
+        monkeypatch.setattr(group_norm, "BLOCK_ELEMENTS", 8 * c)  # so that small images have several blocks, too
+    shapes = {"x": (3, b, c, *size), "w": (3, c), "b": (3, c)}
+    weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    x, *weights = (normal(derive_key(n), shape).to(device) for n, shape in shapes.items())
+    offsets = torch.linspace(60, 100, c, device=device)[:, None, None]  # far from zero: squares must not cancel
+    inputs = [(offsets + 3 * x).to(dtype).requires_grad_(), *(t.to(weight_dtype).requires_grad_() for t in weights)]
+    with VmapOverrides(use_triton=True):
+        y = torch.func.vmap(partial(F.group_norm, eps=0.1), in_dims=(0, None, 0, 0))(inputs[0], groups, *inputs[1:])
+    assert "StackedGroupNorm" in type(y.grad_fn).__name__
+    double = [t.detach().double().requires_grad_() for t in inputs]
+    each = torch.stack([F.group_norm(x, groups, w, b, 0.1) for x, w, b in zip(*double)])
+    assert_close(differentiate(y, inputs, dtype), differentiate(each, double, torch.float64), ROUNDING[dtype])
+
+
+@pytest.mark.parametrize(("c", "groups"), [(12, 3), (2048, 2)])
+def test_a_group_norm_of_other_numbers_is_that_of_torch(c: int, groups: int, device: str) -> None:
+    inputs = make_inputs(device, {"x": (3, 2, c, 2, 2), "w": (3, c), "b": (3, c)})
+    normalize = torch.func.vmap(F.group_norm, in_dims=(0, None, 0, 0))
+    with VmapOverrides(use_triton=True):
+        y = normalize(inputs[0], groups, *inputs[1:])
+    assert torch.equal(y, normalize(inputs[0], groups, *inputs[1:]))
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shares", ["nothing", "inputs", "weights"])
+def test_gradients_of_stacked_linear_layers_lie_in_memory_as_the_weights(
+    shares: str, has_bias: bool, device: str
+) -> None:
+    """A gradient that is transposed in memory takes an optimizer several times as long."""
+    inputs = make_inputs(device, {"x": (3, 4, 5), "w": (3, 6, 5), "b": (3, 6)})[: 3 if has_bias else 2]
+    shared = {"nothing": -1, "inputs": 0, "weights": 1}[shares]
+    inputs = [t[0].detach().requires_grad_() if i == shared else t for i, t in enumerate(inputs)]
+    in_dims = tuple(None if i == shared else 0 for i in range(len(inputs)))
+    with VmapOverrides(use_triton=True):
+        y = torch.func.vmap(F.linear, in_dims=in_dims)(*inputs)
+    assert "StackedLinear" in type(y.grad_fn).__name__
+    results = differentiate(y, inputs, torch.float32)
+    double = [t.detach().double().requires_grad_() for t in inputs]
+    clients = [[t if i == shared else t[g] for i, t in enumerate(double)] for g in range(3)]
+    each = torch.stack([F.linear(*of_client) for of_client in clients])
+    tolerance = TF32 if device == "cuda" else ROUNDING[torch.float32]
+    assert_close(results, differentiate(each, double, torch.float64), tolerance)
+    if shares != "weights":
+        assert results[2].is_contiguous()
+
+
 def test_the_hash_of_the_kernel_is_that_of_tensor_operations(device: str) -> None:
     from uefl.core.noise_triton import KeyHash
 

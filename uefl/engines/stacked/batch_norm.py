@@ -98,12 +98,12 @@ def _combine(x: Tensor, p: Tensor, q: Tensor, dy: Tensor | None = None, a: Tenso
     return y
 
 
-def _to_positions(images: Tensor) -> Tensor:
+def to_positions(images: Tensor) -> Tensor:
     """Return images [G,B,C,H,W] as [G,N,C], without a copy if channels are last in memory."""
     return images.permute(0, 1, 3, 4, 2).contiguous().flatten(1, 3)
 
 
-def _to_images(positions: Tensor, shape: Sequence[int]) -> Tensor:
+def to_images(positions: Tensor, shape: Sequence[int]) -> Tensor:
     """Return positions [G,N,C] as images [G,B,C,H,W] with channels last in memory."""
     groups, b, c, h, w = shape
     return positions.reshape(groups, b, h, w, c).permute(0, 1, 4, 2, 3)
@@ -114,7 +114,7 @@ class StackedBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        positions = _to_positions(x)
+        positions = to_positions(x)
         n, dtype = positions.shape[1], torch.float64 if x.dtype == torch.float64 else torch.float32
         first = positions[:, 0].to(dtype).contiguous()  # differences from it do not cancel in squares
         total, squares = _sum_positions(positions, None, first)
@@ -126,21 +126,21 @@ class StackedBatchNorm(torch.autograd.Function):
         ctx.save_for_backward(positions, mean, scale, a)
         ctx.shape, ctx.dtypes = x.shape, (weight.dtype, bias.dtype)
         ctx.mark_non_differentiable(mean, variance)
-        return _to_images(y, x.shape), mean, variance
+        return to_images(y, x.shape), mean, variance
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, _dmean: Tensor, _dvariance: Tensor) -> Any:
         """∂x = a (∂y − Σ∂y/n − x̂ Σ(∂y·x̂)/n) = a·∂y + p·x + q with x̂ = (x − μ)/σ."""
         positions, mean, scale, a = ctx.saved_tensors
-        n, gradients = positions.shape[1], _to_positions(dy.to(positions.dtype))
+        n, gradients = positions.shape[1], to_positions(dy.to(positions.dtype))
         dbias, products = _sum_positions(positions, gradients, mean)
         dweight = products * scale
         dx = None
         if ctx.needs_input_grad[0]:
             p = a * scale * dweight * (-1 / n)
             q = a * dbias * (-1 / n) - p * mean
-            dx = _to_images(_combine(positions, p, q, gradients, a), ctx.shape)
+            dx = to_images(_combine(positions, p, q, gradients, a), ctx.shape)
         return dx, dweight.to(ctx.dtypes[0]), dbias.to(ctx.dtypes[1]), None
 
 

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 POSITIONS_PER_PART = 4096
 FEW_POSITIONS = 512  # smaller blocks then give the device more programs
 FEW_CHANNELS = 8  # of images; a block of channels would be mostly empty
+LONG_FILTER = 1024  # weights of a filter; with more, smaller blocks of them are faster in bfloat16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -165,15 +166,28 @@ class Tile(NamedTuple):
 def choose_forward_tile(dtype: torch.dtype, num_positions: int, k: int, c: int, o: int) -> Tile:
     """Return the tile of a convolution of c channels with o filters of k weights."""
     if dtype == torch.bfloat16:
-        if num_positions <= FEW_POSITIONS and c % 64 == 0 and o % 64 == 0:
-            return Tile(64, 64, 64)
-        if o % 128 == 0:
-            return Tile(64, 128, 64 if c % 64 == 0 else 32)
-    elif c % 32 == 0 and o % 128 == 0:
+        return choose_half_precision_tile(num_positions, k, c, o)
+    if c % 32 == 0 and o % 128 == 0:
         return Tile(128, 128, 32, num_warps=8)
-    elif c % 32 == 0:
+    if c % 32 == 0:
         return Tile(64 if o >= 64 else 128, choose_block(o), 32, num_stages=1)
     return Tile(128, choose_block(o), choose_block(k, 32))
+
+
+def choose_half_precision_tile(num_positions: int, k: int, c: int, o: int) -> Tile:
+    """Return the tile of a convolution in bfloat16."""
+    if num_positions <= FEW_POSITIONS and c % 64 == 0 and o % 64 == 0:
+        return Tile(64, 64, 64)
+    if o % 128 == 0:
+        return Tile(64, 128, 64 if c % 64 == 0 else 32)
+    outputs = choose_block(o)
+    if k <= 16:  # images of one channel
+        return Tile(256, outputs, 16, num_warps=2) if outputs <= 32 else Tile(256, outputs, 16, num_stages=1)
+    if c == 16:
+        return Tile(128, outputs, 32, num_warps=2, num_stages=1) if outputs <= 16 else Tile(256, outputs, 32)
+    if c % 32 == 0 and k <= LONG_FILTER:
+        return Tile(128, outputs, 64, num_warps=8 if c == 32 and outputs == 64 else 4)
+    return Tile(128, outputs, choose_block(k, 32))
 
 
 def choose_gradient_tile(dtype: torch.dtype, c: int, o: int) -> Tile:
@@ -182,8 +196,8 @@ def choose_gradient_tile(dtype: torch.dtype, c: int, o: int) -> Tile:
     outputs, inputs = choose_block(o, largest), choose_block(c, largest)
     size = outputs * inputs
     if dtype == torch.bfloat16:
-        if size <= 256:
-            return Tile(32, outputs, inputs, num_warps=1)
+        if size <= 1024:
+            return Tile({256: 128, 512: 64}.get(size, 32), outputs, inputs, num_warps=1)
         return Tile(32, outputs, inputs, num_stages=4) if size > 8192 else Tile(64, outputs, inputs)
     if size <= 1024:
         return Tile(64 if size <= 512 else 32, outputs, inputs, num_warps=1)

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from uefl.engines.stacked import linear
+
 CONVOLUTIONS = (
     *(torch.conv1d, torch.conv2d, torch.conv3d),
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
@@ -20,8 +22,8 @@ CONVOLUTIONS = (
 class VmapOverrides(TorchFunctionMode):
     """Within this context, compute batch norm by basic operations, since torch's needs the memory layout of its input.
 
-    With `use_triton`, convolutions and max-pooling that `convolution.py` and `pooling.py` support use their kernels,
-    and batch norm of images in training those of `batch_norm.py`.
+    With `use_triton`, convolutions, max-pooling and group norm that `convolution.py`, `pooling.py` and `group_norm.py`
+    support use their kernels, batch norm of images in training those of `batch_norm.py`, and linear layers `linear.py`.
     """
 
     def __init__(self, *, use_triton: bool) -> None:
@@ -38,6 +40,11 @@ class VmapOverrides(TorchFunctionMode):
 
             if pooling.is_supported(*args, **(kwargs or {})):
                 return pooling.VmapMaxPool.apply(args[0])  # type: ignore[no-untyped-call]
+        if func is F.group_norm and self.use_triton and not is_differentiated(*args, *(kwargs or {}).values()):
+            from uefl.engines.stacked import group_norm  # needs Triton
+
+            if group_norm.is_supported(*args, **(kwargs or {})):
+                return group_norm.normalize(*args, **(kwargs or {}))
         autocast_dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         if self.use_triton and func is torch.conv2d and not is_differentiated(*args, *(kwargs or {}).values()):
             from uefl.engines.stacked.convolution import convolve, is_supported  # needs Triton
@@ -46,6 +53,10 @@ class VmapOverrides(TorchFunctionMode):
             if is_supported(x, w, bias, stride, padding, *others):
                 stride, padding = (value if isinstance(value, int) else value[0] for value in (stride, padding))
                 return convolve(x, w, bias, stride, padding, autocast_dtype or w.dtype)
+        if self.use_triton and func is F.linear and not is_differentiated(*args, *(kwargs or {}).values()):
+            x, w, bias = bind_linear_arguments(*args, **(kwargs or {}))
+            if linear.is_supported(x, w):
+                return linear.apply_linear(x, w, bias, autocast_dtype or w.dtype)
         if func in CONVOLUTIONS and autocast_dtype:  # autocast does not convert the bias under `vmap`
             args, kwargs = tree_map(lambda t: t.to(autocast_dtype) if isinstance(t, Tensor) else t, (args, kwargs))
             with torch.autocast("cuda", enabled=False):
@@ -74,6 +85,11 @@ def bind_conv2d_arguments(
     return input, weight, bias, stride, padding, dilation, groups
 
 
+def bind_linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+    """Return the arguments of `linear`, whether passed by position or by name."""
+    return input, weight, bias
+
+
 def batch_norm(
     x: Tensor,
     mean: Tensor | None,
@@ -88,7 +104,6 @@ def batch_norm(
 ) -> Tensor:
     """Compute `F.batch_norm`, (x − μ) / √(σ² + ε) · γ + β per channel, with statistics in full precision."""
     y: Tensor | None = None
-    full_x = x.float() if x.dtype == torch.bfloat16 else x
     if training or mean is None or variance is None:
         has_weights = weight is not None and bias is not None
         if use_triton and x.dim() == 4 and has_weights and not is_differentiated(x, weight, bias):
@@ -96,7 +111,7 @@ def batch_norm(
 
             y, m, v = VmapBatchNorm.apply(x, weight, bias, eps)  # type: ignore[no-untyped-call]
         else:
-            v, m = torch.var_mean(full_x, [i for i in range(x.dim()) if i != 1], correction=0)
+            v, m = torch.var_mean(to_full_precision(x), [i for i in range(x.dim()) if i != 1], correction=0)
         if mean is not None and variance is not None:
             n = x.numel() / x.shape[1]
             with torch.no_grad():  # the running variance is unbiased
@@ -110,4 +125,8 @@ def batch_norm(
     scale = scale if weight is None else scale * weight
     shift = -m * scale if bias is None else bias - m * scale
     shape = [1, -1] + [1] * (x.dim() - 2)
-    return torch.addcmul(shift.reshape(shape), full_x, scale.reshape(shape)).to(x.dtype)
+    return torch.addcmul(shift.reshape(shape), to_full_precision(x), scale.reshape(shape)).to(x.dtype)
+
+
+def to_full_precision(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.bfloat16 else x
