@@ -23,7 +23,7 @@ from studies.methods.setups import FEDAVG, SETUPS, shrink_experiment
 from uefl.core.errors import ResumableError
 from uefl.core.metrics import TABLE_METRICS, mean_metric
 from uefl.experiment import records
-from uefl.experiment.experiment import RESULTS_VERSION, Experiment
+from uefl.experiment.experiment import RESULTS_VERSION, Experiment, Precision
 from uefl.experiment.grouped_runs import group_runs, run_group
 from uefl.experiment.parallel_runs import choose_workers
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION
@@ -128,14 +128,14 @@ def identify_run(experiment: Experiment) -> RunRecord:
 # --- which runs ---------------------------------------------------------------------------------------------------
 
 
-def list_lr_search(setup_names: Sequence[str]) -> list[StudyRun]:
+def list_lr_search(setup_names: Sequence[str], precision: Precision = "auto") -> list[StudyRun]:
     """List the runs of FedAvg that select the learning rate, with the costs of the longest run that waits for them."""
     return [
         StudyRun(
             name,
             FEDAVG,
             0,
-            SETUPS[name].make_experiment(FEDAVG, lr, 0),
+            SETUPS[name].make_experiment(FEDAVG, lr, 0, precision),
             LR_SEARCH_COST + max(row.relative_cost for row in SETUPS[name].methods.values()),
         )
         for name in setup_names
@@ -143,10 +143,10 @@ def list_lr_search(setup_names: Sequence[str]) -> list[StudyRun]:
     ]
 
 
-def select_lr(name: str, run_records: Sequence[RunRecord]) -> float | None:
+def select_lr(name: str, run_records: Sequence[RunRecord], precision: Precision = "auto") -> float | None:
     """Return the learning rate with the best validation accuracy of FedAvg, seed 0; None until all of them have run."""
     scores = {}
-    for run_ in list_lr_search([name]):
+    for run_ in list_lr_search([name], precision):
         matches = run_.find_records(run_records)
         if not matches:
             return None
@@ -154,11 +154,13 @@ def select_lr(name: str, run_records: Sequence[RunRecord]) -> float | None:
     return max(scores, key=lambda lr: scores[lr])
 
 
-def list_runs(name: str, lr: float, methods: Sequence[str], seeds: Sequence[int]) -> list[StudyRun]:
+def list_runs(
+    name: str, lr: float, methods: Sequence[str], seeds: Sequence[int], precision: Precision = "auto"
+) -> list[StudyRun]:
     """List the runs of a setup; no methods means all."""
     setup = SETUPS[name]
     return [
-        StudyRun(name, method, seed, setup.make_experiment(method, lr, seed), row.relative_cost)
+        StudyRun(name, method, seed, setup.make_experiment(method, lr, seed, precision), row.relative_cost)
         for seed in seeds
         for method, row in setup.methods.items()
         if not methods or method in methods
@@ -172,19 +174,20 @@ def run_study(
     resources: StudyResources,
     path: Path,
     report: Callable[[str], None],
+    precision: Precision = "auto",
 ) -> int:
     """Search the missing learning rates and run every setup that has one; return the number of runs failed or left."""
     waiting = list(setup_names)
 
     def list_setups_with_lr() -> list[StudyRun]:
         run_records = records.read_records(path)
-        chosen = {name: lr for name in waiting if (lr := select_lr(name, run_records))}
+        chosen = {name: lr for name in waiting if (lr := select_lr(name, run_records, precision))}
         waiting[:] = [name for name in waiting if name not in chosen]
         for name, lr in chosen.items():
             report(f"learning rate of {name}: {lr:g}")
-        return [run_ for name, lr in chosen.items() for run_ in list_runs(name, lr, methods, seeds)]
+        return [run_ for name, lr in chosen.items() for run_ in list_runs(name, lr, methods, seeds, precision)]
 
-    return run_parallel(list_lr_search(setup_names), resources, path, report, find_next=list_setups_with_lr)
+    return run_parallel(list_lr_search(setup_names, precision), resources, path, report, find_next=list_setups_with_lr)
 
 
 def run_tiny_study(
@@ -194,9 +197,14 @@ def run_tiny_study(
     resources: StudyResources,
     path: Path,
     report: Callable[[str], None],
+    precision: Precision = "auto",
 ) -> int:
     """Run everything at a minimal size, with the middle learning rate."""
-    runs = [run_ for name in setup_names for run_ in list_runs(name, SETUPS[name].learning_rates[1], methods, seeds)]
+    runs = [
+        run_
+        for name in setup_names
+        for run_ in list_runs(name, SETUPS[name].learning_rates[1], methods, seeds, precision)
+    ]
     return run_parallel(
         [run_._replace(experiment=shrink_experiment(run_.experiment)) for run_ in runs], resources, path, report
     )

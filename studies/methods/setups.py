@@ -16,7 +16,7 @@ from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.core.local import LocalTraining
 from uefl.data.config import DataConfig
 from uefl.data.defaults import get_default_config
-from uefl.experiment.experiment import Experiment
+from uefl.experiment.experiment import Experiment, Precision
 from uefl.experiment.recipes import add_public_images
 from uefl.experiment.records import DEFAULT_AGGREGATION
 from uefl.models.model_config import ModelConfig
@@ -51,7 +51,7 @@ class Setup:
     methods: Mapping[str, Variant]
     summary_level: str = DEFAULT_AGGREGATION  # the rounds that are reported
 
-    def make_experiment(self, method: str, lr: float, seed: int) -> Experiment:
+    def make_experiment(self, method: str, lr: float, seed: int, precision: Precision = "auto") -> Experiment:
         """Make the experiment of one row, learning rate and seed."""
         row = self.methods[method]
         local = replace(self.local, lr=lr, **row.local)
@@ -60,6 +60,7 @@ class Setup:
             data=self.data,
             model=replace(self.model, **row.model),
             seed=seed,
+            precision=precision,
         )
 
 
