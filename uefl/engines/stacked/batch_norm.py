@@ -21,7 +21,7 @@ BLOCK_ELEMENTS = 2048  # of one block of positions and channels
 POSITIONS_PER_PART = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
 def _sum_kernel(
     x, dy, center, sums, N, C, PART: tl.constexpr, IS_BACKWARD: tl.constexpr, DOUBLE: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr,
@@ -48,7 +48,7 @@ def _sum_kernel(
     tl.store(sums + offset + C, tl.sum(product, 0), mask=c < C)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
 def _combine_kernel(
     x, dy, p, q, a, y, N, C, IS_BACKWARD: tl.constexpr, DOUBLE: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip

@@ -27,7 +27,7 @@ FEW_CHANNELS = 8  # of images; a block of channels would be mostly empty
 LONG_FILTER = 1024  # weights of a filter; with more, smaller blocks of them are faster in bfloat16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["B"])  # type: ignore[untyped-decorator]
 def _forward_kernel(
     x, w, bias, y, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
@@ -71,7 +71,7 @@ def _forward_kernel(
     tl.store(y + m[:, None] * OUT + n[None, :], total.to(y.dtype.element_ty), mask=valid)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["B"])  # type: ignore[untyped-decorator]
 def _filter_gradient_kernel(
     x, dy, dw, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
@@ -119,7 +119,7 @@ def _filter_gradient_kernel(
         tl.store(target + 2 * C, third, mask=valid)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["B"])  # type: ignore[untyped-decorator]
 def _short_filter_gradient_kernel(
     x, dy, dw, B, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,

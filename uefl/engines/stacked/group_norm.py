@@ -33,7 +33,7 @@ def _average_groups(values, C: tl.constexpr, GROUPS: tl.constexpr):
     return tl.reshape(tl.broadcast_to(means[:, None], (GROUPS, SIZE)), (C,))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
 def _normalize_kernel(
     x, weight, bias, y, means, scales, N, eps, C: tl.constexpr, GROUPS: tl.constexpr, DOUBLE: tl.constexpr,
     BN: tl.constexpr,
@@ -71,7 +71,7 @@ def _normalize_kernel(
         tl.store(y + offset, result.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
 def _gradient_kernel(
     x, dy, weight, means, scales, dx, sums, N, C: tl.constexpr, GROUPS: tl.constexpr, DOUBLE: tl.constexpr,
     BN: tl.constexpr,

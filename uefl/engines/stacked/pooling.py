@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 BLOCK = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
 def _pool_kernel(
     x, y, total, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -37,7 +37,7 @@ def _pool_kernel(
     tl.store(y + i, tl.maximum(top, bottom, propagate_nan=tl.PropagateNan.ALL), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
 def _pool_gradient_kernel(
     x, y, dy, dx, total, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     BLOCK: tl.constexpr,
