@@ -35,11 +35,12 @@ def _average_groups(values, C: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
 def _normalize_kernel(
-    x, weight, bias, y, means, scales, N, eps, C: tl.constexpr, GROUPS: tl.constexpr, DOUBLE: tl.constexpr,
-    BN: tl.constexpr,
+    x, weight, bias, y, means, scales, N, EPS: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr,
+    DOUBLE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """y [G,B,N,C] = (x − μ)/σ · weight + bias with means μ and scales 1/σ of the channels' groups, [G,B,C]."""
-    g, dtype = tl.program_id(1).to(tl.int64), tl.float64 if DOUBLE else tl.float32
+    g = tl.program_id(1).to(tl.int64)
+    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     image = g * tl.num_programs(0) + tl.program_id(0)
     x += image * N * C
     y += image * N * C
@@ -58,7 +59,7 @@ def _normalize_kernel(
     of_channel = first + difference
     mean = _average_groups(of_channel, C, GROUPS)
     variance = _average_groups(variance + (of_channel - mean) * (of_channel - mean), C, GROUPS)
-    scale = 1 / tl.sqrt(tl.maximum(variance, 0.0) + eps)
+    scale = 1 / tl.sqrt(tl.maximum(variance, 0.0) + EPS)
     tl.store(means + image * C + c, mean)
     tl.store(scales + image * C + c, scale)
     a = scale * tl.load(weight + g * C + c)
@@ -77,7 +78,8 @@ def _gradient_kernel(
     BN: tl.constexpr,
 ):  # fmt: skip
     """dx [G,B,N,C], and the sums [G,B,2,C] of dy and dy·x̂ over positions, with x̂ = (x − μ)/σ."""
-    g, dtype = tl.program_id(1).to(tl.int64), tl.float64 if DOUBLE else tl.float32
+    g = tl.program_id(1).to(tl.int64)
+    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     image = g * tl.num_programs(0) + tl.program_id(0)
     x += image * N * C
     dy += image * N * C
