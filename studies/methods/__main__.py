@@ -22,6 +22,7 @@ from uefl.experiment.records import read_records
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 RECORDS, TIMES = Path("results/methods.jsonl"), Path("results/methods-time.jsonl")
+HALF_PRECISION = Path("results/methods-bf16.jsonl")  # of the same study in bfloat16
 PAGE = Path("docs/methods.md")
 
 SetupOption = Annotated[
@@ -57,11 +58,12 @@ def run(
     resources = runner.StudyResources(device, engine, out, time.time() + 60 * max_minutes, workers)
     records.parent.mkdir(parents=True, exist_ok=True)
     run_all = runner.run_tiny_study if tiny else runner.run_study
+    start = time.perf_counter()
     left = run_all(setup_names, methods, parse_seeds(seeds), resources, records, print_line, cast(Precision, precision))
     print_line(
         f"{left} runs failed or were stopped by the time limit; run the same command again to resume."
         if left
-        else f"all done: {records}"
+        else f"all done after {time.perf_counter() - start:.0f} s: {records}"
     )
     raise typer.Exit(3 if left else 0)
 
@@ -77,9 +79,14 @@ def time_(
 
 
 @app.command("page")
-def page_(records: RecordsOption = RECORDS, timings: RecordsOption = TIMES, out: Path = PAGE) -> None:
+def page_(
+    records: RecordsOption = RECORDS,
+    timings: RecordsOption = TIMES,
+    half_precision: RecordsOption = HALF_PRECISION,
+    out: Path = PAGE,
+) -> None:
     """Write the page from the records."""
-    out.write_text(render_page(read_records(records), read_records(timings)))
+    out.write_text(render_page(*map(read_records, (records, timings, half_precision))))
     print_line(f"wrote {out}")
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from studies.methods.runner import QUALITY_METRICS, RunRecord, StudyRun, list_lr_search, select_lr
 from studies.methods.setups import FEDAVG, SEEDS, SETUPS, Setup
 from uefl.algorithms import METHODS
-from uefl.experiment.experiment import RESULTS_VERSION
+from uefl.experiment.experiment import RESULTS_VERSION, Precision
 from uefl.experiment.records import DEFAULT_AGGREGATION
 
 NOTES = Path(__file__).with_name("notes.md")
@@ -61,8 +61,10 @@ CODEBOOK_PAIRS = {  # rows of one table without and with a codebook
 }
 
 
-def render_page(run_records: Sequence[RunRecord], timings: Sequence[RunRecord]) -> str:
-    """Render the whole page."""
+def render_page(
+    run_records: Sequence[RunRecord], timings: Sequence[RunRecord], half_precision: Sequence[RunRecord] = ()
+) -> str:
+    """Render the whole page; the last records are those of the same study in bfloat16."""
     notes, run_records = split_sections(NOTES.read_text()), choose_versions(run_records)
     parts = [notes[""]]
     for name in SETUPS:
@@ -74,6 +76,9 @@ def render_page(run_records: Sequence[RunRecord], timings: Sequence[RunRecord]) 
         ]
         parts += [describe_lr_search(name, run_records), describe_neural_collapse(name, run_records)]
     parts += ["## With and without a codebook", notes.get("codebook", ""), render_codebook_table(run_records)]
+    if half_precision:
+        table = render_precision_table(run_records, choose_versions(half_precision))
+        parts += ["## In half precision", notes.get("half precision", ""), table]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -106,13 +111,15 @@ def choose_versions(run_records: Sequence[RunRecord]) -> list[RunRecord]:
     return chosen
 
 
-def find_runs(name: str, method: str, run_records: Sequence[RunRecord]) -> dict[int, RunRecord]:
+def find_runs(
+    name: str, method: str, run_records: Sequence[RunRecord], precision: Precision = "auto"
+) -> dict[int, RunRecord]:
     """Find the finished runs of a row, by seed."""
     run_records = choose_versions(run_records)
-    lr = select_lr(name, run_records)
+    lr = select_lr(name, run_records, precision)
     if lr is None:
         return {}
-    runs = [StudyRun(name, method, seed, SETUPS[name].make_experiment(method, lr, seed)) for seed in SEEDS]
+    runs = [StudyRun(name, method, seed, SETUPS[name].make_experiment(method, lr, seed, precision)) for seed in SEEDS]
     return {run.seed: record for run in runs for record in run.find_records(run_records)}
 
 
@@ -304,3 +311,38 @@ def _format_pair(
         _format_mean_std(b, digits),
         _format_mean_std([y - x for x, y in zip(a, b)], digits, sign=True),
     ]
+
+
+# --- another precision ----------------------------------------------------------------------------------------------
+
+
+def render_precision_table(run_records: Sequence[RunRecord], half_precision: Sequence[RunRecord]) -> str:
+    """Render for every setup how much accuracy in bfloat16 differs from that in the tables."""
+    head = ["setup", "rows", "learning rate", "mA in bf16 − mA, points, mean of rows", "largest difference of a row"]
+    rows = [[*head, "its standard deviation over seeds, in the table"]]
+    rows.append(["---"] * len(rows[0]))
+    for name in SETUPS:
+        differences: dict[str, float] = {}
+        for method in SETUPS[name].methods:
+            full, half = find_runs(name, method, run_records), find_runs(name, method, half_precision, "bf16")
+            if len(find_common_seeds(full, half)) == len(SEEDS):
+                differences[method] = mean(_read_accuracies(name, half)) - mean(_read_accuracies(name, full))
+        if differences:
+            largest = max(differences, key=lambda method: abs(differences[method]))
+            deviation = stdev(_read_accuracies(name, find_runs(name, largest, run_records)))
+            rates = [select_lr(name, run_records), select_lr(name, half_precision, "bf16")]
+            rows.append(
+                [
+                    f"`{name}`",
+                    f"{len(differences)} of {len(SETUPS[name].methods)}",
+                    "the same" if rates[0] == rates[1] else f"{rates[1]:g} instead of {rates[0]:g}",
+                    f"{mean(differences.values()):+.2f}",
+                    f"{differences[largest]:+.2f} ({largest})",
+                    f"{deviation:.2f}",
+                ]
+            )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _read_accuracies(name: str, runs: Mapping[int, RunRecord]) -> list[float]:
+    return [100 * runs[seed][SETUPS[name].summary_level]["mA"] for seed in SEEDS]

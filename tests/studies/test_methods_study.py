@@ -10,7 +10,7 @@ from statistics import mean
 
 import pytest
 
-from studies.methods.__main__ import PAGE, RECORDS, TIMES
+from studies.methods.__main__ import HALF_PRECISION, PAGE, RECORDS, TIMES
 from studies.methods.page import (
     CODEBOOK_PAIRS,
     EXCHANGES,
@@ -18,6 +18,7 @@ from studies.methods.page import (
     find_runs,
     render_codebook_table,
     render_page,
+    render_precision_table,
     render_table,
 )
 from studies.methods.runner import (
@@ -69,7 +70,8 @@ def make_lr_search_records(name: str, best: int) -> list[dict]:
 
 @pytest.mark.records
 def test_the_committed_page_is_what_the_committed_records_make():
-    assert (ROOT / PAGE).read_text() == render_page(read_records(ROOT / RECORDS), read_records(ROOT / TIMES))
+    files = (ROOT / RECORDS, ROOT / TIMES, ROOT / HALF_PRECISION)
+    assert (ROOT / PAGE).read_text() == render_page(*map(read_records, files))
 
 
 def test_every_method_of_the_registry_is_in_the_study():
@@ -186,6 +188,24 @@ def test_a_page_of_complete_records_has_every_row_and_says_when_training_error_w
     assert "body, class statistics (2.50 MB)" in fedcr
     assert "× 1.50 | 93.78 (T4) |" in fedcr
     assert sum(row.startswith("| ") for row in page.splitlines()) > 40
+
+
+def test_the_table_of_precisions_compares_runs_of_equal_seeds_and_names_the_row_that_differs_most():
+    name, half = "hundred-clients", {"mA": 0.85, "mE": 0.1}
+    lr, other_lr = SETUPS[name].learning_rates[1:]
+    search, rows = make_lr_search_records(name, best=1), list_runs(name, lr, [], SEEDS)
+    full = [*search, *(make_record(run, 0.8 + 0.01 * run.seed, 0.9) for run in rows)]
+    runs = [*list_lr_search([name], "bf16"), *list_runs(name, other_lr, [], SEEDS, "bf16")]
+    in_half = [
+        make_record(run, 0.8 + 0.01 * run.seed, 0.9 if run.experiment.method.local.lr == other_lr else 0.6)
+        for run in runs
+    ]
+    in_half = [{**r, "last": half} if (r["method"], r["seed"]) == ("FedCR", 2) else r for r in in_half]
+    table = render_precision_table(full, in_half).splitlines()
+    assert len(table) == 3, "setups without records in half precision are left out"
+    # One of three seeds differs by three points, and the mean of the two rows is half of that third.
+    assert table[2] == f"| `{name}` | 2 of 2 | {other_lr:g} instead of {lr:g} | +0.50 | +1.00 (FedCR) | 1.00 |"
+    assert "half precision" not in render_page(full, [])
 
 
 def make_small_experiment() -> Experiment:
