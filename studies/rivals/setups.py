@@ -146,7 +146,7 @@ ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=g
 
 LAST_ROUND = ("evaluate_every=1000", "evaluate_local=false")  # nothing else is read
 OWN_IMAGES = (  # what the preset has for own images, at a size for a CPU
-    *("image_size=14", "train_per_silo=600", "test_per_silo=400", "width=16", "hidden_size=128"),
+    *("encoder=residual", "train_per_silo=600", "test_per_silo=400", "width=16", "hidden_size=128"),
     *("rounds=8", "extra_rounds=6", "iterations=3", "local.lr=0.002", "batch_size=64", "epochs=1"),
 )
 
@@ -245,8 +245,17 @@ SETUPS: Mapping[str, Setup] = {
         "fmnist",
         *LAST_ROUND,
         *OWN_IMAGES,
+        "image_size=14",
         title="Fashion-MNIST at 14 × 14 pixels, nine silos of 600 images, every method with the preset for own images",
         seeds=range(120, 130),
+    ),
+    "default-color": make_preset_setup(
+        "cifar10",
+        *LAST_ROUND,
+        *OWN_IMAGES,
+        "image_size=16",
+        title="CIFAR10 at 16 × 16 pixels, nine silos of 600 images, every method with the preset for own images",
+        seeds=range(160, 170),
     ),
     "default-cifar10": make_preset_setup(
         "cifar10",

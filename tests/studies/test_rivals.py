@@ -200,7 +200,8 @@ def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole
     [
         ("default", [], {"uefl": ["group_rounds=0"]}),  # as the preset was then
         ("default-groups", LAST_ROUND, {"ifca": ["num_models=3"]}),
-        ("default-fashion", ["fmnist", *LAST_ROUND, *OWN_IMAGES], {}),
+        ("default-fashion", ["fmnist", *LAST_ROUND, *OWN_IMAGES, "image_size=14"], {}),
+        ("default-color", ["cifar10", *LAST_ROUND, *OWN_IMAGES, "image_size=16"], {}),
         ("default-cifar10", ["cifar10", *LAST_ROUND], {}),
     ],
 )
@@ -218,8 +219,9 @@ def test_the_preset_has_the_settings_that_the_command_line_gives(
     assert len(rounds) == 1
 
 
-def test_fashion_mnist_has_the_preset_of_own_images() -> None:
-    setup = SETUPS["default-fashion"]
+@pytest.mark.parametrize("setup_name", ["default-fashion", "default-color"])
+def test_small_images_have_the_preset_of_own_images(setup_name: str) -> None:
+    setup = SETUPS[setup_name]
     for row, name in ((row, setup.rows[row].method) for row in setup.rows):
         own = setup.make_experiment(row, setup.rows[row].trials[0], setup.schedules[0], 0)
         (folder,) = parse_experiments([name, "folder", "path=photos", *LAST_ROUND], (), "default").values()
