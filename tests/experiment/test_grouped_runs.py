@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK
 
+from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import ResumableError
 from uefl.engines.stacked.seed_stack import SeedStack, SharedLocks
+from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment import grouped_runs
+from uefl.experiment import run as run_module
 from uefl.experiment.checkpoint import read_round
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import choose_num_stacks, group_runs, run_group
@@ -193,9 +197,66 @@ def test_memory_of_a_device_is_given_back_when_the_stacks_are_gone(experiments, 
         alive.append((device, len(stacks)))
 
     monkeypatch.setattr(grouped_runs, "SeedStack", Stack)
-    monkeypatch.setattr(grouped_runs, "free_cached_memory", free)
+    monkeypatch.setattr(run_module, "free_cached_memory", free)
     run_group(experiments, tmp_path, engine="stacked", on_event=ignore)
     assert alive == [("cpu", 0)]
+
+
+def limit_memory(monkeypatch: pytest.MonkeyPatch, most_silos: int) -> None:
+    """From the second round on, let a server's memory end while engines hold stacks of more than so many silos."""
+    engines: weakref.WeakSet[StackedEngine] = weakref.WeakSet()
+    initialize, update = StackedEngine.__init__, FedAvg.update_method_state
+
+    def count_engine(engine: StackedEngine, *args: Any, **settings: Any) -> None:
+        initialize(engine, *args, **settings)
+        engines.add(engine)
+
+    def update_method_state(method: FedAvg, server: Any, replies: Any) -> Any:
+        if server.round > 1 and sum(engine.max_stack_size or len(engine.silos) for engine in engines) > most_silos:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return update(method, server, replies)
+
+    monkeypatch.setattr(StackedEngine, "__init__", count_engine)
+    monkeypatch.setattr(FedAvg, "update_method_state", update_method_state)
+
+
+@pytest.mark.parametrize(
+    ("most_silos", "sizes"), [(9, ["1 at a time"]), (1, ["1 at a time", "one silo at a time", "one silo at a time"])]
+)
+def test_runs_that_do_not_fit_into_memory_continue_in_smaller_parts(
+    most_silos, sizes, experiments, tmp_path, monkeypatch
+):
+    """Memory may end outside of a stack's steps, as in a server's average: nine silos of each of two seeds."""
+    together, events = run_group(experiments, tmp_path / "all", engine="stacked", on_event=ignore), list[Event]()
+    limit_memory(monkeypatch, most_silos)
+    in_parts = run_group(
+        experiments, tmp_path / "parts", engine="stacked", on_event=lambda _name, event: events.append(event)
+    )
+    for name in experiments:
+        assert read_accuracies(in_parts[name]) == pytest.approx(read_accuracies(together[name]), abs=1e-9)
+    warnings = [event["message"] for event in events if event["kind"] == "warning"]
+    assert [message.rpartition(" with ")[2].rstrip(".") for message in warnings] == sizes
+    assert "2 of the runs at a time do not fit into the memory of cpu" in warnings[0]
+    assert [event["round"] for event in events if event["kind"] == "start"][2:] == [1] * (len(sizes) + 1)
+
+
+def test_a_run_that_does_not_fit_into_memory_continues_silo_by_silo(experiments, tmp_path, monkeypatch):
+    experiment, events = experiments["seed 3"], list[Event]()
+    usual = run(experiment, tmp_path / "usual", engine="stacked")
+    limit_memory(monkeypatch, most_silos=1)
+    folder = run(experiment, tmp_path / "little", engine="stacked", on_event=events.append)
+    assert read_accuracies(folder) == pytest.approx(read_accuracies(usual), abs=1e-9)
+    assert [e["message"] for e in events if e["kind"] == "warning"] == [
+        "the run does not fit into the memory of cpu; it continues with one silo at a time."
+    ]
+
+
+@pytest.mark.parametrize("num_runs", [1, 2])
+def test_a_run_that_never_fits_into_memory_ends_with_one_line(num_runs, experiments, tmp_path, monkeypatch):
+    limit_memory(monkeypatch, most_silos=0)
+    runs = dict(list(experiments.items())[:num_runs])
+    with pytest.raises(ResumableError, match="does not fit into the memory of cpu; end other programs that use it"):
+        run_group(runs, tmp_path, engine="stacked", on_event=ignore)
 
 
 def test_runs_of_a_group_differ_in_their_seed_alone(experiments):

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
 from uefl.engines.stacked.stack_size import compute_stack_size, count_activations
@@ -18,12 +19,13 @@ from uefl.experiment.run import (
     Event,
     PreparedRun,
     find_run_path,
-    free_cached_memory,
     make_engine_listeners,
     make_engine_settings,
     prepare_run,
+    require_folder,
     run,
     run_with_clients,
+    try_within_memory,
 )
 from uefl.experiment.run_folder import RunFolder
 
@@ -76,10 +78,7 @@ def run_group(
             runs = {names[0]: first, **others}
             folders: dict[str, Path] = {}
             for group in _group_by_shape(runs):
-                try:
-                    folders |= _run_in_stacks(group, root, on_event, choose_num_stacks(group, device))
-                finally:
-                    free_cached_memory(device)
+                folders |= _run_within_memory(group, root, on_event, device)
             return {name: folders[name] for name in names}
     return {
         name: run(experiments[name], root, device=device, engine=engine, on_event=partial(on_event, name))
@@ -91,6 +90,26 @@ def _group_by_shape(runs: Mapping[str, PreparedRun]) -> list[dict[str, PreparedR
     """Return groups with inputs of one shape: a table has a column for a missing value that its training rows have."""
     shapes = dict.fromkeys(run_.context.input_shape for run_ in runs.values())
     return [{n: run_ for n, run_ in runs.items() if run_.context.input_shape == shape} for shape in shapes]
+
+
+def _run_within_memory(
+    runs: Mapping[str, PreparedRun], root: Path, on_event: Callable[[str, Event], None], device: str
+) -> dict[str, Path]:
+    """Run all together or, if they do not fit into the device's memory, one half after the other."""
+    run_stacks = partial(_run_in_stacks, runs, root, on_event)
+    folders = try_within_memory(partial(run_stacks, choose_num_stacks(runs, device)), device)
+    if folders is not None:
+        return folders
+    names = list(runs)
+    half = -(-len(names) // 2)
+    rest = f"{half} at a time" if len(names) > 1 else "one silo at a time"
+    message = f"{len(names)} of the runs at a time do not fit into the memory of {device}; they continue with {rest}."
+    on_event(names[0], {"kind": "warning", "message": message})
+    if len(names) > 1:
+        halves = [{name: runs[name] for name in part} for part in (names[:half], names[half:])]
+        return {n: f for part in halves for n, f in _run_within_memory(part, root, on_event, device).items()}
+    folders = try_within_memory(partial(run_stacks, 1, max_stack_size=1), device)
+    return folders or {names[0]: require_folder(None, device)}
 
 
 def choose_num_stacks(runs: Mapping[str, PreparedRun], device: str) -> int:
@@ -107,11 +126,16 @@ def choose_num_stacks(runs: Mapping[str, PreparedRun], device: str) -> int:
 
 
 def _run_in_stacks(
-    runs: Mapping[str, PreparedRun], root: Path, on_event: Callable[[str, Event], None], num_stacks: int
+    runs: Mapping[str, PreparedRun],
+    root: Path,
+    on_event: Callable[[str, Event], None],
+    num_stacks: int,
+    **engine_settings: Any,
 ) -> dict[str, Path]:
     """Run all in one stack, or in two at the same time: the device trains one while the servers of the other work."""
     first, folders, locks = next(iter(runs)), dict[str, Path](), make_locks()
     settings = {**make_engine_settings(runs[first]), **make_engine_listeners(partial(on_event, first))}
+    settings |= engine_settings
     stacks = [SeedStack(locks=locks, own_stream=i > 0, **settings) for i in range(num_stacks)]
 
     seeds = {name: i * num_stacks // len(runs) for i, name in enumerate(runs)}  # by name: the number of its stack

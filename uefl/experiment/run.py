@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch import nn
 from uefl import __version__
 from uefl.algorithms.requirements import require_enough_silos
 from uefl.core.codebook_size import CodebookSize
-from uefl.core.errors import InputError, unknown_value_error
+from uefl.core.errors import InputError, ResumableError, unknown_value_error
 from uefl.core.federation import Broadcast, Clients, Method, ServerState, Silo, Tensors
 from uefl.data.images import Images
 from uefl.data.input_format import describe_source
@@ -46,6 +46,7 @@ from uefl.experiment.silo_models import Description, SiloModels, collect_facts, 
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
+Result = TypeVar("Result")
 
 
 class Engine(Clients, Protocol):
@@ -99,7 +100,7 @@ def run(
     prepared = prepare_run(experiment, device=device, engine=engine, num_workers=num_workers, on_event=on_event)
     engine = prepared.context.engine
 
-    def open_clients() -> AbstractContextManager[Engine]:
+    def open_clients(**engine_settings: Any) -> AbstractContextManager[Engine]:
         make_clients = _import_engine(engine)
         if engine not in IN_PROCESS_ENGINES:
             folder, run_id = root.resolve() / "state", prepared.experiment.run_id(prepared.context.fingerprint)
@@ -111,7 +112,7 @@ def run(
                 on_silo_event=make_engine_listeners(on_event)["on_progress"],
             )
             return clients
-        settings = {**make_engine_settings(prepared), **make_engine_listeners(on_event)}
+        settings = {**make_engine_settings(prepared), **make_engine_listeners(on_event), **engine_settings}
         if engine == "processes":
             settings["num_workers"] = choose_num_workers(num_workers, len(prepared.silos))
         plan = make_plan(
@@ -124,10 +125,37 @@ def run(
         on_event({"kind": "plan", **asdict(plan)})
         return releasing(make_clients(prepared.silos, prepared.net, seed=prepared.experiment.seed, **settings))
 
+    run_once = partial(run_with_clients, prepared.experiment, root, prepared.context, on_event=on_event)
+    folder = try_within_memory(partial(run_once, open_clients), device)
+    if folder is None and engine == "stacked":
+        message = f"the run does not fit into the memory of {device}; it continues with one silo at a time."
+        on_event({"kind": "warning", "message": message})
+        folder = try_within_memory(partial(run_once, partial(open_clients, max_stack_size=1)), device)
+    return require_folder(folder, device)
+
+
+def try_within_memory(run_once: Callable[[], Result], device: str) -> Result | None:
+    """Return what a run returns, or None if it does not fit into the device's memory.
+
+    An engine splits its stacks by itself. This is for memory that ends elsewhere, as in a server's average, while other
+    programs use the device. Completed rounds are kept, and nothing is left on the device.
+    """
     try:
-        return run_with_clients(prepared.experiment, root, prepared.context, open_clients, on_event)
+        return run_once()
+    except torch.OutOfMemoryError:
+        return None
     finally:
         free_cached_memory(device)
+
+
+def require_folder(folder: Path | None, device: str) -> Path:
+    """Return the folder of a run, or raise an error if the run does not fit into memory in any way."""
+    if folder is None:
+        raise ResumableError(
+            f"the run does not fit into the memory of {device}; end other programs that use it, or use fewer silos or "
+            "a smaller network. Completed rounds are kept: the same command resumes"
+        )
+    return folder
 
 
 def free_cached_memory(device: str) -> None:
