@@ -89,6 +89,7 @@ KERNEL_KINDS = {  # kind: parts of kernel names; the first kind that matches cou
     "convolutions": ("_forward_kernel", "fprop", "convolve"),  # uefl's kernel also computes data gradients
     "products": ("gemm", "gemv", "nvjet", "cublas", "cutlass", "xmma", "cudnn", "Nhwc"),
     "batch norm": ("_sum_kernel", "_combine_kernel", "batch_norm"),
+    "group norm": ("_group_norm",),
     "pooling": ("pool",),
     "copies": ("Memcpy", "Memset", "copy_kernel", "CatArray"),
     "elementwise and reductions": ("",),

@@ -53,7 +53,8 @@ def render_page(files: Files) -> str:
             parts += [render_receivers(name, get_choice(name, files), trials, results)]
             parts += [render_ablations(name, get_choice(name, files), results)]
         elif scores := find_trial_scores(name, trials):
-            parts += [f"## {setup.title}: trials only", describe_trials(scores)]
+            accuracies = find_trial_scores(name, trials, "validation_accuracy")
+            parts += [f"## {setup.title}: trials only", describe_trials(scores, accuracies)]
     parts.insert(0, NOTES.read_text().strip().replace(PRIMARY, render_primary(tables)))
     for name, setup in SETUPS.items():
         if scores := find_trial_scores(name, read_records(files.search)):
@@ -105,20 +106,22 @@ def find_fold_rows(name: str, trials: Sequence[RunRecord]) -> dict[str, dict[Par
     return rows
 
 
-def find_trial_scores(name: str, trials: Sequence[RunRecord]) -> dict[str, list[float]]:
-    """Return the validation NLL of every recorded trial of a setup, by its label."""
+def find_trial_scores(name: str, trials: Sequence[RunRecord], score: str = "validation_nll") -> dict[str, list[float]]:
+    """Return the validation NLL, or another score, of every recorded trial of a setup, by its label."""
     scores = defaultdict[str, list[float]](list)
     for record in trials:
         if record["setup"] == name:
-            scores[record["method"]].append(record["validation_nll"])
+            scores[record["method"]].append(record[score])
     return dict(scores)
 
 
-def describe_trials(scores: Mapping[str, Sequence[float]]) -> str:
-    """Describe the trials of a setup whose fresh seeds have not run."""
-    lines = ["Fresh seeds have not run. The trials have this NLL on validation examples (lower is better):", ""]
-    lines += ["| trial | validation NLL | runs |", "| --- | --- | --- |"]
-    return "\n".join([*lines, *(f"| {label} | {mean(v):.4f} | {len(v)} |" for label, v in scores.items())])
+def describe_trials(losses: Mapping[str, Sequence[float]], accuracies: Mapping[str, Sequence[float]]) -> str:
+    """Describe the trials of a setup of which not every row has run with fresh seeds."""
+    lines = ["Not every row has run with fresh seeds. The trials have these values on validation examples:", ""]
+    lines += ["| trial | NLL (lower is better) | accuracy, % | runs |", "| --- | --- | --- | --- |"]
+    for label, values in losses.items():
+        lines.append(f"| {label} | {mean(values):.4f} | {100 * mean(accuracies[label]):.2f} | {len(values)} |")
+    return "\n".join(lines)
 
 
 def describe_search(scores: Mapping[str, Sequence[float]]) -> str:

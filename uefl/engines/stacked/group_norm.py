@@ -34,7 +34,7 @@ def _average_groups(values, C: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
-def _normalize_kernel(
+def _group_norm_kernel(
     x, weight, bias, y, means, scales, N, EPS: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr,
     DOUBLE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,7 @@ def _normalize_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
-def _gradient_kernel(
+def _group_norm_gradient_kernel(
     x, dy, weight, means, scales, dx, sums, N, C: tl.constexpr, GROUPS: tl.constexpr, DOUBLE: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ class StackedGroupNorm(torch.autograd.Function):
         means = torch.empty(groups, b, c, dtype=dtype, device=x.device)
         scales = torch.empty_like(means)
         constants = (c, num_groups, dtype == torch.float64, BLOCK_ELEMENTS // c)
-        _normalize_kernel[(b, groups)](
+        _group_norm_kernel[(b, groups)](
             positions, full_weight, bias.to(dtype).contiguous(), y, means, scales, h * w, eps, *constants, num_warps=8
         )
         ctx.save_for_backward(positions, full_weight, means, scales)
@@ -136,7 +136,7 @@ class StackedGroupNorm(torch.autograd.Function):
         groups, b, c, h, w = ctx.shape
         gradients, dx = to_positions(dy.to(positions.dtype)), torch.empty_like(positions)
         sums = means.new_empty(groups, b, 2, c)
-        _gradient_kernel[(b, groups)](
+        _group_norm_gradient_kernel[(b, groups)](
             positions, gradients, weight, means, scales, dx, sums, h * w, *ctx.constants, num_warps=8
         )
         dbias, dweight = sums.sum(1).unbind(1)
