@@ -202,7 +202,7 @@ def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole
         ("default-groups", LAST_ROUND, {"ifca": ["num_models=3"]}),
         ("default-fashion", ["fmnist", *LAST_ROUND, *OWN_IMAGES, "image_size=14"], {}),
         ("default-color", ["cifar10", *LAST_ROUND, *OWN_IMAGES, "image_size=16"], {}),
-        ("default-cifar10", ["cifar10", *LAST_ROUND], {}),
+        ("default-cifar10", ["cifar10", *LAST_ROUND, "precision=bf16"], {}),
     ],
 )
 def test_the_preset_has_the_settings_that_the_command_line_gives(
