@@ -209,7 +209,7 @@ def test_gradients_of_stacked_linear_layers_lie_in_memory_as_the_weights(
     in_dims = tuple(None if i == shared else 0 for i in range(len(inputs)))
     with VmapOverrides(use_triton=True):
         y = torch.func.vmap(F.linear, in_dims=in_dims)(*inputs)
-    assert "StackedLinear" in type(y.grad_fn).__name__
+    assert ("StackedLinear" in type(y.grad_fn).__name__) == (shares != "weights"), "the same weights: one product"
     results = differentiate(y, inputs, torch.float32)
     double = [t.detach().double().requires_grad_() for t in inputs]
     clients = [[t if i == shared else t[g] for i, t in enumerate(double)] for g in range(3)]
@@ -218,6 +218,20 @@ def test_gradients_of_stacked_linear_layers_lie_in_memory_as_the_weights(
     assert_close(results, differentiate(each, double, torch.float64), tolerance)
     if shares != "weights":
         assert results[2].is_contiguous()
+
+
+def test_networks_that_use_vmap_themselves_run_with_the_operations_of_torch(device: str) -> None:
+    """Two members of an ensemble within each of three silos."""
+    x, w = make_inputs(device, {"x": (3, 4, 5), "w": (3, 2, 6, 5)})
+    images, filters = make_inputs(device, {"images": (3, 2, 8, 6, 6), "filters": (3, 2, 4, 8, 3, 3)})
+
+    def run(x: Tensor, w: Tensor, images: Tensor, filters: Tensor) -> tuple[Tensor, Tensor]:
+        features = torch.func.vmap(lambda f: F.max_pool2d(F.group_norm(F.conv2d(images, f), 2), 2))(filters)
+        return torch.func.vmap(lambda w: F.linear(x, w))(w), features
+
+    with VmapOverrides(use_triton=True):
+        results = torch.func.vmap(run)(x, w, images, filters)
+    assert_close(results, torch.func.vmap(run)(x.double(), w.double(), images.double(), filters.double()), TF32)
 
 
 def test_the_hash_of_the_kernel_is_that_of_tensor_operations(device: str) -> None:

@@ -2,7 +2,8 @@
 
 Torch's kernel needs channels first in memory, and our convolutions have them last: it would copy every activation to
 the one order and back. A program computes one image, whose second reading finds it in the cache. Sums have a fixed
-order, so results are deterministic, and they do not depend on the number of clients.
+order, so results are deterministic, and they do not depend on the number of clients. The result has the type of x; in
+half precision, that of torch would be float32, which the next convolution rounds.
 
 Legend: G clients, B images, N positions of an image, C channels in GROUPS groups of SIZE.
 """

@@ -54,16 +54,18 @@ class VmapLinear(torch.autograd.Function):
     def vmap(
         info: Any, dims: Sequence[int | None], x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, int]:
-        stacked = (
-            t if t is None else t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip((x, w, bias), dims)
-        )
-        return StackedLinear.apply(*stacked, dtype), 0  # type: ignore[no-untyped-call]
+        x = x.expand(info.batch_size, *x.shape) if dims[0] is None else x.movedim(dims[0], 0)
+        if bias is not None:
+            bias = bias.expand(info.batch_size, -1) if dims[2] is None else bias.movedim(dims[2], 0)
+        if dims[1] is None:  # all silos have the same weights: one large product
+            y = F.linear(x.flatten(0, 1).to(dtype), w.to(dtype)).reshape(*x.shape[:2], len(w))
+            return y if bias is None else y + bias.to(dtype)[:, None], 0
+        return StackedLinear.apply(x, w.movedim(dims[1], 0), bias, dtype), 0  # type: ignore[no-untyped-call]
 
 
-def is_supported(x: Tensor, w: Tensor) -> bool:
-    """Return whether a layer has one row of inputs per example."""
-    return x.dim() == w.dim() == 2
+def is_supported(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a layer has one row of inputs per example, and one bias for all."""
+    return x.dim() == w.dim() == 2 and (bias is None or bias.dim() == 1)
 
 
 def apply_linear(x: Tensor, w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -21,14 +21,14 @@ from torch.autograd.function import once_differentiable
 BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
 def _pool_kernel(
-    x, y, total, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    x, y, N, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y [N,P,Q,C] = the maxima of the windows of x [N,H,W,C]."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < total
+    inside = i < N.to(tl.int64) * (P * Q * C)  # so the compiler knows that a vector of channels is inside or not
     source = x + ((i // (C * Q * P) * H + i // (C * Q) % P * 2) * W + i // C % Q * 2) * C + i % C
     first, second = tl.load(source, mask=inside), tl.load(source + C, mask=inside)
     third, fourth = tl.load(source + W * C, mask=inside), tl.load(source + W * C + C, mask=inside)
@@ -37,14 +37,14 @@ def _pool_kernel(
     tl.store(y + i, tl.maximum(top, bottom, propagate_nan=tl.PropagateNan.ALL), mask=inside)
 
 
-@triton.jit(do_not_specialize=["total"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["N"])  # type: ignore[untyped-decorator]
 def _pool_gradient_kernel(
-    x, y, dy, dx, total, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+    x, y, dy, dx, N, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx [N,H,W,C] = dy [N,P,Q,C] at the first maximum of each window, and 0 elsewhere."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < total
+    inside = i < N.to(tl.int64) * (P * Q * C)
     offset = ((i // (C * Q * P) * H + i // (C * Q) % P * 2) * W + i // C % Q * 2) * C + i % C
     maximum, gradient = tl.load(y + i, mask=inside), tl.load(dy + i, mask=inside)
     zero = tl.zeros_like(gradient)
@@ -67,18 +67,18 @@ class StackedMaxPool(torch.autograd.Function):
         groups, b, h, w, c = images.shape
         y = images.new_empty(groups, b, h // 2, w // 2, c)
         ctx.save_for_backward(images, y)
-        _pool_kernel[(triton.cdiv(y.numel(), BLOCK),)](images, y, y.numel(), h, w, c, h // 2, w // 2, BLOCK)
+        _pool_kernel[(triton.cdiv(y.numel(), BLOCK),)](images, y, groups * b, h, w, c, h // 2, w // 2, BLOCK)
         return y.permute(0, 1, 4, 2, 3)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         images, y = ctx.saved_tensors
-        _, _, h, w, c = images.shape
+        groups, b, h, w, c = images.shape
         gradients = dy.permute(0, 1, 3, 4, 2).contiguous()
         dx = torch.zeros_like(images) if h % 2 or w % 2 else torch.empty_like(images)  # no window has an odd last row
         _pool_gradient_kernel[(triton.cdiv(y.numel(), BLOCK),)](
-            images, y, gradients, dx, y.numel(), h, w, c, h // 2, w // 2, BLOCK
+            images, y, gradients, dx, groups * b, h, w, c, h // 2, w // 2, BLOCK
         )
         return dx.permute(0, 1, 4, 2, 3)
 

@@ -33,35 +33,43 @@ class VmapOverrides(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        use_triton = self.use_triton and not is_nested()
         if func is F.batch_norm:
-            return batch_norm(*args, **(kwargs or {}), use_triton=self.use_triton)
-        if func is F.max_pool2d and self.use_triton and not is_differentiated(*args, *(kwargs or {}).values()):
+            return batch_norm(*args, **(kwargs or {}), use_triton=use_triton)
+        if func is F.max_pool2d and use_triton and not is_differentiated(*args, *(kwargs or {}).values()):
             from uefl.engines.stacked import pooling  # needs Triton
 
             if pooling.is_supported(*args, **(kwargs or {})):
                 return pooling.VmapMaxPool.apply(args[0])  # type: ignore[no-untyped-call]
-        if func is F.group_norm and self.use_triton and not is_differentiated(*args, *(kwargs or {}).values()):
+        if func is F.group_norm and use_triton and not is_differentiated(*args, *(kwargs or {}).values()):
             from uefl.engines.stacked import group_norm  # needs Triton
 
             if group_norm.is_supported(*args, **(kwargs or {})):
                 return group_norm.normalize(*args, **(kwargs or {}))
         autocast_dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        if self.use_triton and func is torch.conv2d and not is_differentiated(*args, *(kwargs or {}).values()):
+        if use_triton and func is torch.conv2d and not is_differentiated(*args, *(kwargs or {}).values()):
             from uefl.engines.stacked.convolution import convolve, is_supported  # needs Triton
 
             x, w, bias, stride, padding, *others = bind_conv2d_arguments(*args, **(kwargs or {}))
             if is_supported(x, w, bias, stride, padding, *others):
                 stride, padding = (value if isinstance(value, int) else value[0] for value in (stride, padding))
                 return convolve(x, w, bias, stride, padding, autocast_dtype or w.dtype)
-        if self.use_triton and func is F.linear and not is_differentiated(*args, *(kwargs or {}).values()):
+        if use_triton and func is F.linear and not is_differentiated(*args, *(kwargs or {}).values()):
             x, w, bias = bind_linear_arguments(*args, **(kwargs or {}))
-            if linear.is_supported(x, w):
+            if linear.is_supported(x, w, bias):
                 return linear.apply_linear(x, w, bias, autocast_dtype or w.dtype)
         if func in CONVOLUTIONS and autocast_dtype:  # autocast does not convert the bias under `vmap`
             args, kwargs = tree_map(lambda t: t.to(autocast_dtype) if isinstance(t, Tensor) else t, (args, kwargs))
             with torch.autocast("cuda", enabled=False):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def is_nested() -> bool:
+    """Return whether a network uses `vmap` itself, within that of the engine, which our kernels do not support."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    is_vmap = interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Vmap
+    return bool(is_vmap and interpreter.level() > 1)
 
 
 def is_differentiated(*inputs: Any) -> bool:
