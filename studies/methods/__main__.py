@@ -46,7 +46,10 @@ def run(
     workers: Annotated[int, typer.Option(min=0, help="Parallel processes; 0 means one per core, fewer on CUDA.")] = 0,
     max_minutes: Annotated[float, typer.Option(help="Time limit in minutes; the same command resumes.")] = 1e6,
     out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs/methods"),
-    records: RecordsOption = RECORDS,
+    records: Annotated[
+        Path | None,
+        typer.Option(help=f"File of records; lines are appended. Default: {RECORDS}, in bf16 {HALF_PRECISION}."),
+    ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Smoke test: run every method at a minimal size.")] = False,
 ) -> None:
     """Run the study, or what is missing of it."""
@@ -56,6 +59,7 @@ def run(
     if precision not in get_args(Precision):
         raise unknown_value_error("precision", precision, get_args(Precision))
     resources = runner.StudyResources(device, engine, out, time.time() + 60 * max_minutes, workers)
+    records = records or (HALF_PRECISION if precision == "bf16" else RECORDS)
     records.parent.mkdir(parents=True, exist_ok=True)
     run_all = runner.run_tiny_study if tiny else runner.run_study
     start = time.perf_counter()

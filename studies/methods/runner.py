@@ -303,6 +303,8 @@ class _RunQueue:
         for run_, record in zip(group, new_records):
             score = f"validation NLL {record['validation_nll']:.4f}"  # no test figures while settings are chosen
             self.report(f"{progress} {run_.label}: {score}, {record['seconds']:.0f} s")
+        for message in new_records[0].get("warnings", ()) if new_records else ():
+            self.report(f"warning, {group[0].label}: {message}")
 
     def release(self, group: Sequence[StudyRun]) -> None:
         """Let runs of other setups start that share the folder of one of these; they find it finished."""
@@ -324,7 +326,11 @@ def _limit_threads() -> None:
 def _execute_runs(runs: Sequence[StudyRun], resources: StudyResources, parent_pid: int) -> list[RunRecord]:
     """Execute the seeds of one row in this worker process, to their end or to the time limit."""
 
+    warnings: list[str] = []
+
     def check_limits(_label: str, event: Event) -> None:
+        if event["kind"] == "warning" and event.get("about") != "data":
+            warnings.append(event["message"])
         if os.getppid() != parent_pid:
             os._exit(1)  # the study has ended; the checkpoint is written
         if event["kind"] in ("load", "round") and time.time() > resources.stop_time:
@@ -335,9 +341,8 @@ def _execute_runs(runs: Sequence[StudyRun], resources: StudyResources, parent_pi
     folders = run_group(
         experiments, resources.out, device=resources.device, engine=resources.engine, on_event=check_limits
     )
-    return [
-        {**summarize_run(run_, folders[run_.label], resources.workers), "seeds_in_stack": len(runs)} for run_ in runs
-    ]
+    more = {"seeds_in_stack": len(runs), **({"warnings": warnings} if warnings else {})}
+    return [{**summarize_run(run_, folders[run_.label], resources.workers), **more} for run_ in runs]
 
 
 def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:

@@ -246,16 +246,19 @@ def test_a_run_that_does_not_fit_into_memory_continues_silo_by_silo(experiments,
     limit_memory(monkeypatch, most_silos=1)
     folder = run(experiment, tmp_path / "little", engine="stacked", on_event=events.append)
     assert read_accuracies(folder) == pytest.approx(read_accuracies(usual), abs=1e-9)
+    assert sum(event["kind"] == "plan" for event in events) == 1
     assert [e["message"] for e in events if e["kind"] == "warning"] == [
         "the run does not fit into the memory of cpu; it continues with one silo at a time."
     ]
 
 
 @pytest.mark.parametrize("num_runs", [1, 2])
-def test_a_run_that_never_fits_into_memory_ends_with_one_line(num_runs, experiments, tmp_path, monkeypatch):
+def test_a_run_that_never_fits_into_memory_ends_with_the_error_of_the_device(
+    num_runs, experiments, tmp_path, monkeypatch
+):
     limit_memory(monkeypatch, most_silos=0)
     runs = dict(list(experiments.items())[:num_runs])
-    with pytest.raises(ResumableError, match="does not fit into the memory of cpu; end other programs that use it"):
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):  # one line of the command line
         run_group(runs, tmp_path, engine="stacked", on_event=ignore)
 
 

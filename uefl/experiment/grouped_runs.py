@@ -19,10 +19,10 @@ from uefl.experiment.run import (
     Event,
     PreparedRun,
     find_run_path,
+    free_cached_memory,
     make_engine_listeners,
     make_engine_settings,
     prepare_run,
-    require_folder,
     run,
     run_with_clients,
     try_within_memory,
@@ -108,8 +108,10 @@ def _run_within_memory(
     if len(names) > 1:
         halves = [{name: runs[name] for name in part} for part in (names[:half], names[half:])]
         return {n: f for part in halves for n, f in _run_within_memory(part, root, on_event, device).items()}
-    folders = try_within_memory(partial(run_stacks, 1, max_stack_size=1), device)
-    return folders or {names[0]: require_folder(None, device)}
+    try:
+        return run_stacks(1, max_stack_size=1)
+    finally:
+        free_cached_memory(device)
 
 
 def choose_num_stacks(runs: Mapping[str, PreparedRun], device: str) -> int:

@@ -32,6 +32,7 @@ class RepeatsProgress:
         self.tasks = {name: self.progress.add_task(name, total=total) for name, total in totals.items()}
         self.rounds_done = dict.fromkeys(experiments, 0)
         self.warnings: set[str] = set()
+        self.reported: set[tuple[str, str]] = set()  # runs whose end has its line; one that found no memory ends twice
 
     def __enter__(self) -> RepeatsProgress:
         self.progress.start()
@@ -57,7 +58,8 @@ class RepeatsProgress:
         self.rounds_done[key] = num_done
         completed = sum(rounds for (name, _), rounds in self.rounds_done.items() if name == key[0])
         self.progress.update(self.tasks[key[0]], completed=completed)
-        if num_done == self.num_rounds[key] and not self.console.is_terminal:
+        if num_done == self.num_rounds[key] and key not in self.reported and not self.console.is_terminal:
+            self.reported.add(key)
             num_finished = sum(self.rounds_done[k] == rounds for k, rounds in self.num_rounds.items())
             self.console.print(
                 f"{', '.join(key)}: finished, {num_finished} of {len(self.num_rounds)} runs after "

@@ -23,7 +23,7 @@ from torch import nn
 from uefl import __version__
 from uefl.algorithms.requirements import require_enough_silos
 from uefl.core.codebook_size import CodebookSize
-from uefl.core.errors import InputError, ResumableError, unknown_value_error
+from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Broadcast, Clients, Method, ServerState, Silo, Tensors
 from uefl.data.images import Images
 from uefl.data.input_format import describe_source
@@ -115,27 +115,29 @@ def run(
         settings = {**make_engine_settings(prepared), **make_engine_listeners(on_event), **engine_settings}
         if engine == "processes":
             settings["num_workers"] = choose_num_workers(num_workers, len(prepared.silos))
-        plan = make_plan(
-            prepared.experiment.method,
-            prepared.net,
-            prepared.silos,
-            device,
-            num_parallel=settings.get("num_workers", 1),
-        )
-        on_event({"kind": "plan", **asdict(plan)})
+        if not engine_settings:  # else a second attempt, whose plan is the same
+            plan = make_plan(
+                *(prepared.experiment.method, prepared.net, prepared.silos, device),
+                num_parallel=settings.get("num_workers", 1),
+            )
+            on_event({"kind": "plan", **asdict(plan)})
         return releasing(make_clients(prepared.silos, prepared.net, seed=prepared.experiment.seed, **settings))
 
     run_once = partial(run_with_clients, prepared.experiment, root, prepared.context, on_event=on_event)
-    folder = try_within_memory(partial(run_once, open_clients), device)
-    if folder is None and engine == "stacked":
+    if engine == "stacked":
+        if folder := try_within_memory(partial(run_once, open_clients), device):
+            return folder
         message = f"the run does not fit into the memory of {device}; it continues with one silo at a time."
         on_event({"kind": "warning", "message": message})
-        folder = try_within_memory(partial(run_once, partial(open_clients, max_stack_size=1)), device)
-    return require_folder(folder, device)
+        open_clients = partial(open_clients, max_stack_size=1)
+    try:
+        return run_once(open_clients)
+    finally:
+        free_cached_memory(device)
 
 
 def try_within_memory(run_once: Callable[[], Result], device: str) -> Result | None:
-    """Return what a run returns, or None if it does not fit into the device's memory.
+    """Return what a run of stacks returns, or None if it does not fit into the device's memory.
 
     An engine splits its stacks by itself. This is for memory that ends elsewhere, as in a server's average, while other
     programs use the device. Completed rounds are kept, and nothing is left on the device.
@@ -146,16 +148,6 @@ def try_within_memory(run_once: Callable[[], Result], device: str) -> Result | N
         return None
     finally:
         free_cached_memory(device)
-
-
-def require_folder(folder: Path | None, device: str) -> Path:
-    """Return the folder of a run, or raise an error if the run does not fit into memory in any way."""
-    if folder is None:
-        raise ResumableError(
-            f"the run does not fit into the memory of {device}; end other programs that use it, or use fewer silos or "
-            "a smaller network. Completed rounds are kept: the same command resumes"
-        )
-    return folder
 
 
 def free_cached_memory(device: str) -> None:
