@@ -19,8 +19,7 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import ResumableError
 from uefl.engines.stacked.seed_stack import SeedStack, SharedLocks
 from uefl.engines.stacked.stacked_engine import StackedEngine
-from uefl.experiment import grouped_runs
-from uefl.experiment import run as run_module
+from uefl.experiment import device_memory, grouped_runs
 from uefl.experiment.checkpoint import read_round
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import choose_num_stacks, group_runs, run_group
@@ -197,7 +196,7 @@ def test_memory_of_a_device_is_given_back_when_the_stacks_are_gone(experiments, 
         alive.append((device, len(stacks)))
 
     monkeypatch.setattr(grouped_runs, "SeedStack", Stack)
-    monkeypatch.setattr(run_module, "free_cached_memory", free)
+    monkeypatch.setattr(device_memory, "free_cached_memory", free)
     run_group(experiments, tmp_path, engine="stacked", on_event=ignore)
     assert alive == [("cpu", 0)]
 

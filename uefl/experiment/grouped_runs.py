@@ -12,6 +12,7 @@ from typing import Any
 from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
 from uefl.engines.stacked.stack_size import compute_stack_size, count_activations
 from uefl.experiment.checkpoint import read_round
+from uefl.experiment.device_memory import free_cached_memory, try_within_memory
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.round_writer import DeferredWriter
 from uefl.experiment.run import (
@@ -19,13 +20,11 @@ from uefl.experiment.run import (
     Event,
     PreparedRun,
     find_run_path,
-    free_cached_memory,
     make_engine_listeners,
     make_engine_settings,
     prepare_run,
     run,
     run_with_clients,
-    try_within_memory,
 )
 from uefl.experiment.run_folder import RunFolder
 

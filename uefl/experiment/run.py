@@ -6,7 +6,6 @@ and ends with the same bits as a run without interruption.
 
 from __future__ import annotations
 
-import gc
 import json
 import platform
 import time
@@ -15,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +34,7 @@ from uefl.engines.serial import SerialEngine
 from uefl.experiment import records
 from uefl.experiment.chance import compute_chance_accuracy
 from uefl.experiment.checkpoint import load_checkpoint, read_round, save_checkpoint
+from uefl.experiment.device_memory import free_cached_memory, try_within_memory
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, explain_write_errors, write_text
 from uefl.experiment.held_out import collect_held_out, save_held_out
@@ -46,7 +46,6 @@ from uefl.experiment.silo_models import Description, SiloModels, collect_facts, 
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
-Result = TypeVar("Result")
 
 
 class Engine(Clients, Protocol):
@@ -134,27 +133,6 @@ def run(
         return run_once(open_clients)
     finally:
         free_cached_memory(device)
-
-
-def try_within_memory(run_once: Callable[[], Result], device: str) -> Result | None:
-    """Return what a run of stacks returns, or None if it does not fit into the device's memory.
-
-    An engine splits its stacks by itself. This is for memory that ends elsewhere, as in a server's average, while other
-    programs use the device. Completed rounds are kept, and nothing is left on the device.
-    """
-    try:
-        return run_once()
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        free_cached_memory(device)
-
-
-def free_cached_memory(device: str) -> None:
-    """Give back the device memory that torch keeps after the engine of a run, and its data, are gone."""
-    if device.startswith("cuda"):
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def prepare_run(
