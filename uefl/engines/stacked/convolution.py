@@ -181,7 +181,7 @@ def choose_half_precision_tile(num_positions: int, k: int, c: int, o: int) -> Ti
     if o % 128 == 0:
         return Tile(64, 128, 64 if c % 64 == 0 else 32)
     outputs = choose_block(o)
-    if k <= 16:  # images of one channel
+    if k <= 16:  # images of one channel, or filters of one pixel
         return Tile(256, outputs, 16, num_warps=2) if outputs <= 32 else Tile(256, outputs, 16, num_stages=1)
     if c == 16:
         return Tile(128, outputs, 32, num_warps=2, num_stages=1) if outputs <= 16 else Tile(256, outputs, 32)
