@@ -44,6 +44,9 @@ def main(
         bool,
         typer.Option("--tiny", help="Smoke test at a minimal size; the measurements are not meaningful."),
     ] = False,
+    kernels: Annotated[
+        Path | None, typer.Option(help="File for the kernels of a round of training on a GPU, with their times.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File of records; default: benchmarks/records/<name>.jsonl.")] = None,
 ) -> None:
     """Measure, print a table with ratios to the peers of the same run, and append records."""
@@ -57,7 +60,7 @@ def main(
             console.print(f"{known:20} {(import_module(module).__doc__ or '').splitlines()[0]}", highlight=False)
         raise typer.Exit(2 if name else 0)
     torch.set_num_threads(1)  # two threads on two shared cores can be many times slower than one
-    options = Options(device, repeats, tiny, data, workers)
+    options = Options(device, repeats, tiny, data, workers, kernels)
     measurements = list(import_module(BENCHMARKS[name]).run(options))
     console.print(make_table(name, measurements))
     if out or not tiny:

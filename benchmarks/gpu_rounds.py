@@ -104,9 +104,14 @@ def profile_kernels(
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         total = measure_seconds(work, options.device)
     seconds = dict.fromkeys(KERNEL_KINDS, 0.0)
-    for event in profiler.key_averages():
-        if event.device_type == DeviceType.CUDA:
-            seconds[classify_kernel(event.key)] += event.self_device_time_total / 1e6
+    events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
+    for event in events:
+        seconds[classify_kernel(event.key)] += event.self_device_time_total / 1e6
+    if options.kernels:
+        rows = sorted(((e.self_device_time_total / 1e3, e.count, e.key) for e in events), reverse=True)
+        lines = [f"{ms:9.3f} ms {calls:6d}  {classify_kernel(key):26}  {key[:150]}" for ms, calls, key in rows]
+        header = f"{quantity} on {torch.cuda.get_device_name()}, {total * 1e3:.1f} ms: device time, calls, kind, kernel"
+        options.kernels.write_text("\n".join([header, "", *lines]) + "\n")
     for kind, spent in {**seconds, "idle": total - sum(seconds.values())}.items():
         note = f"{100 * spent / total:.0f} % of {total:.2f} s"
         yield Measurement(contender, f"{quantity}: {kind}", "s", [spent], note)

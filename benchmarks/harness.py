@@ -33,6 +33,7 @@ class Options(NamedTuple):
     tiny: bool = False  # a smoke test at a minimal size
     data: str = "mnist5k"  # see digits.py
     workers: int = 0  # processes of a contender that has several; 0: one per core
+    kernels: Path | None = None  # file for the list of kernels that a profile on a GPU found
 
     @property
     def on_cuda(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -60,6 +61,34 @@ def run(options: Options) -> Iterator[Measurement]:
     yield from measure_rounds(contenders, peer, num_steps * num_clients, options)
     if options.on_cuda:
         yield estimate_lower_bound(net, peer, num_clients, num_steps, options)
+        yield measure_plain_products(net, num_clients, num_steps, options)
+
+
+def measure_plain_products(net: Net, num_clients: int, num_steps: int, options: Options) -> Measurement:
+    """Measure a round's convolutions as products that torch multiplies for all clients at once.
+
+    The time is what the device's library needs for the same operations with patches ready in memory.
+    """
+    x = torch.zeros(LOCAL.batch_size, 3, 32, 32, device=options.device)
+    seconds = 0.0
+    for number, module in enumerate(net.encoder.children()):
+        inputs, x = x, module(x)
+        if not isinstance(module, nn.Conv2d):
+            continue
+        num_filters, channels, *kernel = module.weight.shape
+        patch, positions = channels * kernel[0] * kernel[1], LOCAL.batch_size * x.shape[2] * x.shape[3]
+        products = [(positions, patch, num_filters), (patch, positions, num_filters)]  # outputs, filter gradients
+        if number:  # gradients of its inputs, each of which sums over all filters
+            products.append(
+                (inputs.shape[0] * inputs.shape[2] * inputs.shape[3], num_filters * patch // channels, channels)
+            )
+        for m, k, n in products:
+            a, b = (
+                torch.randn(num_clients, *shape, device=options.device, dtype=torch.bfloat16)
+                for shape in ((m, k), (k, n))
+            )
+            seconds += find_best_seconds(functools.partial(torch.bmm, a, b), options)
+    return Measurement("torch.bmm", "convolutions alone", "s", [seconds * num_steps], "patches ready in memory")
 
 
 def estimate_lower_bound(net: Net, peer: EagerLoop, num_clients: int, num_steps: int, options: Options) -> Measurement:
@@ -83,9 +112,11 @@ def measure_device_rates(options: Options) -> tuple[float, float]:
     a = torch.randn(8192, 8192, device=options.device, dtype=torch.bfloat16)
     b: Tensor = torch.empty(2**28, device=options.device)
     c = torch.empty_like(b)
+    product, copy = find_best_seconds(lambda: a @ a, options), find_best_seconds(lambda: c.copy_(b), options)
+    return 2 * 8192**3 / product, 2 * b.numel() * 4 / copy
 
-    def find_best(work: Callable[[], object], calls: int = 20) -> float:
-        work()
-        return min(measure_seconds(lambda: [work() for _ in range(calls)], options.device) / calls for _ in range(3))
 
-    return 2 * 8192**3 / find_best(lambda: a @ a), 2 * b.numel() * 4 / find_best(lambda: c.copy_(b))
+def find_best_seconds(work: Callable[[], object], options: Options, calls: int = 20) -> float:
+    """Return the seconds of one call in the fastest of three series."""
+    work()
+    return min(measure_seconds(lambda: [work() for _ in range(calls)], options.device) / calls for _ in range(3))
