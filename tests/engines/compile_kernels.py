@@ -21,13 +21,19 @@ from uefl.engines.stacked import batch_norm, convolution, group_norm, pooling
 H200 = GPUTarget("cuda", 90, 32)
 SUMS = {"center", "sums", "p", "q", "a", "means", "scales", "weight", "bias", "dw"}  # in float32 in any case
 IMAGES = {"H": 14, "W": 14, "C": 64, "P": 14, "Q": 14, "OUT": 64, "ROWS": 3, "COLUMNS": 3, "STRIDE": 1, "PAD": 1}
+COLOR_IMAGES = {"C": 4, "WIDE": False}  # three channels and one of zeros
 TILE = {"BM": 64, "BN": 64, "BK": 32, "BC": 64, "PART": 4096, "TAPS": 1}
 FLAGS = {"BIAS": True, "REVERSED": False, "WIDE": True, "IS_BACKWARD": True, "DOUBLE": False}
 NORMS = {"EPS": 1e-5, "GROUPS": 8}
 KERNELS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "convolution": (convolution._forward_kernel, IMAGES | TILE | FLAGS),
+    "convolution of color images": (convolution._forward_kernel, IMAGES | TILE | FLAGS | COLOR_IMAGES),
     "filter gradient": (convolution._filter_gradient_kernel, IMAGES | TILE),
     "short filter gradient": (convolution._short_filter_gradient_kernel, IMAGES | TILE | {"C": 1}),
+    "short filter gradient of color images": (
+        convolution._short_filter_gradient_kernel,
+        IMAGES | TILE | COLOR_IMAGES,
+    ),
     "batch norm, sums": (batch_norm._sum_kernel, {"PART": 1024, "BN": 32, "BC": 64} | FLAGS),
     "batch norm": (batch_norm._combine_kernel, {"BN": 32, "BC": 64} | FLAGS),
     "group norm": (group_norm._group_norm_kernel, {"C": 64, "BN": 64} | NORMS | FLAGS),

@@ -26,7 +26,7 @@ def accesses() -> dict[str, dict[str, int]]:
 
 def test_all_kernels_compile(accesses: dict[str, dict[str, int]]) -> None:
     """What the interpreter accepts, the compiler may not: a type in a variable, for example."""
-    assert len(accesses) == 18
+    assert len(accesses) == 22
     assert all(accesses.values())
 
 
@@ -40,3 +40,12 @@ def test_kernels_bound_by_memory_read_and_write_vectors(
     assert not [name for name in counts if name.startswith("ld.") and ".v4." not in name]
     num_single = sum(count for name, count in counts.items() if name.startswith("st.") and ".v4." not in name)
     assert num_single <= 2, "sums of a channel"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kernel", ["convolution of color images", "short filter gradient of color images"])
+def test_kernels_read_the_channels_of_a_color_at_once(
+    kernel: str, dtype: str, accesses: dict[str, dict[str, int]]
+) -> None:
+    """With three channels each value has an address of its own, and computing it takes longer than the products."""
+    assert not {"ld.global.b16", "ld.global.b32", "st.global.b32"} & set(accesses[f"{kernel}, {dtype}"])

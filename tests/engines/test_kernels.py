@@ -107,6 +107,18 @@ def test_stacked_convolutions_equal_single_ones(
     assert_close(differentiate(y, inputs, dtype), convolve_each(inputs, partial(F.conv2d, padding=padding)), tolerance)
 
 
+@pytest.mark.parametrize(("channels", "padded"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 9), (64, 64)])
+def test_few_channels_become_a_power_of_two(channels: int, padded: int) -> None:
+    """So they can be read at once; the added ones are zero."""
+    from uefl.engines.stacked import convolution
+
+    images = torch.ones(2, 3, channels)
+    result = convolution.pad_channels(images)
+    assert result.shape == (2, 3, padded)
+    assert torch.equal(result[..., :channels], images)
+    assert not result[..., channels:].any()
+
+
 @pytest.mark.parametrize("size", [(6, 6), (7, 8), on_gpu((18, 18)), on_gpu((17, 22))])
 @pytest.mark.parametrize(
     ("c", "k", "stride", "padding"),

@@ -249,17 +249,17 @@ def _compute_filter_gradient(x: Tensor, dy: Tensor, w: Tensor, stride: int, padd
 class StackedConvolution(torch.autograd.Function):
     """Convolve x [G,B,C,H,W] with w [G,O,C,r,s]: [G,B,O,P,Q] with channels last in memory.
 
-    If the channels of x and w are last in memory, as the engine stores them, nothing is copied but to another type.
+    If the channels of x and w are last in memory, as the engine stores them, nothing is copied but to another type, and
+    few channels that are not a power of 2.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, stride: int, padding: int, dtype: torch.dtype
     ) -> Tensor:
-        images = x.to(dtype).permute(0, 1, 3, 4, 2).contiguous()
-        filters = w.to(dtype).permute(0, 1, 3, 4, 2).contiguous()
+        images, filters = (pad_channels(t.to(dtype).permute(0, 1, 3, 4, 2)).contiguous() for t in (x, w))
         ctx.save_for_backward(images, filters)
-        ctx.stride, ctx.padding = stride, padding
+        ctx.stride, ctx.padding, ctx.channels = stride, padding, x.shape[2]
         ctx.dtypes = x.dtype, w.dtype, None if bias is None else bias.dtype
         return _convolve(images, filters, bias, padding, stride=stride).permute(0, 1, 4, 2, 3)
 
@@ -277,11 +277,18 @@ class StackedConvolution(torch.autograd.Function):
             dx = _convolve(
                 spread, filters.permute(0, 4, 2, 3, 1).contiguous(), None, rows - 1 - ctx.padding, is_reversed=True
             )
-            dx = dx.permute(0, 1, 4, 2, 3).to(x_dtype)
+            dx = dx[..., : ctx.channels].permute(0, 1, 4, 2, 3).to(x_dtype)
         total = _compute_filter_gradient(images, gradients, filters, ctx.stride, ctx.padding)
+        total = total[..., : ctx.channels].contiguous()
         if bias_dtype is not None:
             dbias = gradients.sum((1, 2, 3), dtype=torch.float32).to(bias_dtype)
         return dx, total.permute(0, 1, 4, 2, 3).to(w_dtype), dbias, None, None, None
+
+
+def pad_channels(x: Tensor) -> Tensor:
+    """Add zeros to few last channels, so that their number is a power of 2: three would be read one by one."""
+    channels = x.shape[-1]
+    return F.pad(x, (0, triton.next_power_of_2(channels) - channels)) if channels < FEW_CHANNELS else x
 
 
 def _spread(gradients: Tensor, stride: int, height: int, width: int) -> Tensor:
