@@ -42,6 +42,14 @@ def test_kernels_bound_by_memory_read_and_write_vectors(
     assert num_single <= 2, "sums of a channel"
 
 
+@pytest.mark.parametrize("kernel", ["convolution, fp32", "convolution, bf16", "filter gradient, bf16"])
+def test_channels_are_read_as_vectors_while_products_run(kernel: str, accesses: dict[str, dict[str, int]]) -> None:
+    """Triton 3.6 did not see that a block begins at a multiple of its size, and read its channels one by one."""
+    counts = accesses[kernel]
+    assert counts.get("cp.async.cg", 0) >= 6, "16 bytes at a time, while earlier blocks are multiplied"
+    assert not {"ld.global.b16", "cp.async.ca"} & set(counts)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kernel", ["convolution of color images", "short filter gradient of color images"])
 def test_kernels_read_the_channels_of_a_color_at_once(

@@ -72,6 +72,7 @@ def convolve_each(inputs: Sequence[Tensor], convolve: Callable[..., Tensor]) -> 
         (3, 20, 5, 0, (2, 7, 9)),  # few channels: one block of all positions of a filter
         (1, 16, 3, 1, (4, 6, 6)),
         (32, 80, 1, 0, (2, 5, 6)),  # several blocks of filters
+        (5, 20, 3, 1, (2, 5, 6)),  # few channels that become many with those of zeros
         (9, 24, 3, 1, (2, 5, 6)),  # a block of k has several positions of a filter
         (64, 64, 3, 1, (1, 4, 5)),  # in bfloat16: small blocks of few positions
         (32, 32, 3, 1, (1, 4, 5)),  # three positions of a filter share the gradients
@@ -109,7 +110,7 @@ def test_stacked_convolutions_equal_single_ones(
 
 @pytest.mark.parametrize(("channels", "padded"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 9), (64, 64)])
 def test_few_channels_become_a_power_of_two(channels: int, padded: int) -> None:
-    """So they can be read at once; the added ones are zero."""
+    """So they can be read at once; the added ones are zero. Where none are added, nothing is copied."""
     from uefl.engines.stacked import convolution
 
     images = torch.ones(2, 3, channels)
@@ -117,6 +118,7 @@ def test_few_channels_become_a_power_of_two(channels: int, padded: int) -> None:
     assert result.shape == (2, 3, padded)
     assert torch.equal(result[..., :channels], images)
     assert not result[..., channels:].any()
+    assert (result is images) == (channels == padded)
 
 
 @pytest.mark.parametrize("size", [(6, 6), (7, 8), on_gpu((18, 18)), on_gpu((17, 22))])

@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 POSITIONS_PER_PART = 4096
 FEW_POSITIONS = 512  # smaller blocks then give the device more programs
 FEW_CHANNELS = 8  # of images; a block of channels would be mostly empty
-LONG_FILTER = 1024  # weights of a filter; with more, smaller blocks of them are faster in bfloat16
 
 
 @triton.jit(do_not_specialize=["B"])  # type: ignore[untyped-decorator]
@@ -56,7 +55,8 @@ def _forward_kernel(
             position = start // C
             i, j = top + position // COLUMNS, left + position % COLUMNS
             ok = inside & (i >= 0) & (i < H) & (j >= 0) & (j < W)
-            offset = ((b * H + i) * W + j) * C + start % C
+            channel = tl.multiple_of(start % C, BK)  # the compiler cannot see it, and would read one value at a time
+            offset = ((b * H + i) * W + j) * C + channel
             columns = tl.load(x + offset[:, None] + tl.arange(0, BK)[None, :], mask=ok[:, None], other=0.0)
             filters = tl.load(source, mask=n[None, :] < OUT, other=0.0)
         else:
@@ -167,27 +167,30 @@ def choose_forward_tile(dtype: torch.dtype, num_positions: int, k: int, c: int, 
     """Return the tile of a convolution of c channels with o filters of k weights."""
     if dtype == torch.bfloat16:
         return choose_half_precision_tile(num_positions, k, c, o)
+    outputs = choose_block(o)
     if c % 32 == 0 and o % 128 == 0:
         return Tile(128, 128, 32, num_warps=8)
     if c % 32 == 0:
-        return Tile(64 if o >= 64 else 128, choose_block(o), 32, num_stages=1)
-    return Tile(128, choose_block(o), choose_block(k, 32))
+        return Tile(128, outputs, 32)
+    if c == 16:
+        return Tile(128, outputs, 16, num_stages=2) if outputs <= 16 else Tile(256, outputs, 16)
+    return Tile(128, outputs, 16, num_stages=1) if c == 4 else Tile(128, outputs, choose_block(k, 32))
 
 
 def choose_half_precision_tile(num_positions: int, k: int, c: int, o: int) -> Tile:
     """Return the tile of a convolution in bfloat16."""
-    if num_positions <= FEW_POSITIONS and c % 64 == 0 and o % 64 == 0:
-        return Tile(64, 64, 64)
-    if o % 128 == 0:
-        return Tile(64, 128, 64 if c % 64 == 0 else 32)
     outputs = choose_block(o)
+    if c % 64 == 0 and num_positions <= FEW_POSITIONS:
+        return Tile(64, outputs, 64, num_stages=4)
+    if c % 64 == 0:
+        return Tile(128, 128, 64, num_warps=8) if o % 128 == 0 else Tile(128, outputs, 64)
+    if c % 32 == 0:
+        return Tile(256, outputs, 32) if outputs <= 32 else Tile(128, outputs, 32, num_stages=4)
+    if c == 16:
+        return Tile(128, 16, 16, num_warps=2, num_stages=2) if outputs <= 16 else Tile(256, outputs, 16, num_stages=4)
     if k <= 16:  # images of one channel, or filters of one pixel
         return Tile(256, outputs, 16, num_warps=2) if outputs <= 32 else Tile(256, outputs, 16, num_stages=1)
-    if c == 16:
-        return Tile(128, outputs, 32, num_warps=2, num_stages=1) if outputs <= 16 else Tile(256, outputs, 32)
-    if c % 32 == 0 and k <= LONG_FILTER:
-        return Tile(128, outputs, 64, num_warps=8 if c == 32 and outputs == 64 else 4)
-    return Tile(128, outputs, choose_block(k, 32))
+    return Tile(128, outputs, choose_block(k, 128 if c < FEW_CHANNELS else 32))  # or all weights of a filter at once
 
 
 def choose_gradient_tile(dtype: torch.dtype, c: int, o: int) -> Tile:
@@ -204,11 +207,15 @@ def choose_gradient_tile(dtype: torch.dtype, c: int, o: int) -> Tile:
     return Tile(128 if size <= 2048 else 64, outputs, inputs, num_stages=1)
 
 
-def choose_short_gradient_tile(k: int, o: int) -> Tile:
+def choose_short_gradient_tile(dtype: torch.dtype, k: int, o: int) -> Tile:
     """Return the tile of the gradient of o filters of k weights, of images with few channels."""
-    outputs, inputs = choose_block(o), choose_block(k)
-    is_small = outputs * inputs <= 256
-    return Tile(128 if is_small else 64, outputs, inputs, 1 if is_small else 4, num_stages=1)
+    outputs = choose_block(o)
+    if dtype == torch.bfloat16 and k > 64:
+        return Tile(64, outputs, choose_block(k, 128))
+    inputs = choose_block(k)
+    if outputs * inputs > 256:
+        return Tile(64, outputs, inputs, num_stages=1)
+    return Tile(128, outputs, inputs, 1, 1) if dtype == torch.bfloat16 else Tile(64, outputs, inputs, 2, 1)
 
 
 def _convolve(
@@ -234,7 +241,7 @@ def _compute_filter_gradient(x: Tensor, dy: Tensor, w: Tensor, stride: int, padd
     dw = torch.empty(parts, *w.shape, dtype=torch.float32, device=w.device)
     arguments = (x, dy, dw, b, *x.shape[2:4], c, p, q, o, rows, columns, stride, padding, POSITIONS_PER_PART)
     if c < FEW_CHANNELS:
-        bm, bn, bk, num_warps, num_stages = choose_short_gradient_tile(rows * columns * c, o)
+        bm, bn, bk, num_warps, num_stages = choose_short_gradient_tile(x.dtype, rows * columns * c, o)
         grid = (triton.cdiv(rows * columns * c, bk) * triton.cdiv(o, bn), groups, parts)
         _short_filter_gradient_kernel[grid](*arguments, bm, bn, bk, num_warps=num_warps, num_stages=num_stages)
     else:
@@ -287,8 +294,8 @@ class StackedConvolution(torch.autograd.Function):
 
 def pad_channels(x: Tensor) -> Tensor:
     """Add zeros to few last channels, so that their number is a power of 2: three would be read one by one."""
-    channels = x.shape[-1]
-    return F.pad(x, (0, triton.next_power_of_2(channels) - channels)) if channels < FEW_CHANNELS else x
+    missing = triton.next_power_of_2(x.shape[-1]) - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing and x.shape[-1] < FEW_CHANNELS else x  # to pad nothing would copy
 
 
 def _spread(gradients: Tensor, stride: int, height: int, width: int) -> Tensor:
