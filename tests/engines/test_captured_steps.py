@@ -14,8 +14,9 @@ from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.federation import Update
 from uefl.core.local import LocalTraining
+from uefl.engines.stacked.capture_lock import CAPTURE_LOCK
 from uefl.engines.stacked.client_stack import ClientStack
-from uefl.engines.stacked.device_buffers import CAPTURE_LOCK, CapturedStep, DeviceBuffers
+from uefl.engines.stacked.device_buffers import CapturedStep, DeviceBuffers
 from uefl.engines.stacked.stacked_engine import StackedEngine
 
 
@@ -42,7 +43,7 @@ class SimulatedDevice:
             raise RuntimeError("operation failed due to a previous error during capture")
 
     def synchronize(self) -> None:
-        self.synchronized_alone.append(CAPTURE_LOCK.locked())
+        self.synchronized_alone.append(CAPTURE_LOCK.is_capturing)
 
 
 def test_a_step_that_cannot_be_captured_runs_in_the_queue_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_a_step_that_cannot_be_captured_runs_in_the_queue_of_its_thread(monkeypa
 
     def step(_x: torch.Tensor) -> None:
         queues.append(device.queue)
-        assert CAPTURE_LOCK.locked(), "a thread that captures must not meet another one's gradients"
+        assert CAPTURE_LOCK.excludes_captures, "a thread that captures must not meet another one's gradients"
         if device.queue == "capture":
             raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -64,7 +65,7 @@ def test_a_step_that_cannot_be_captured_runs_in_the_queue_of_its_thread(monkeypa
         captured(torch.ones(2))
     assert queues == ["usual", "capture", "usual", "usual"], "run, then capture, which fails, and run again"
     assert device.synchronized_alone == [True], "no other thread may capture meanwhile"
-    assert not CAPTURE_LOCK.locked()
+    assert not CAPTURE_LOCK.excludes_captures
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fediir", "pmfl"])  # of losses, in a task, after training
@@ -74,7 +75,7 @@ def test_gradients_are_computed_while_no_other_thread_captures(name: str, monkey
     compute_gradients = torch.autograd.grad
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        alone.append(CAPTURE_LOCK.locked())
+        alone.append(CAPTURE_LOCK.excludes_captures)
         return compute_gradients(*args, **kwargs)
 
     monkeypatch.setattr(torch.autograd, "grad", record)
@@ -87,7 +88,7 @@ def test_gradients_are_computed_while_no_other_thread_captures(name: str, monkey
 def test_graphs_are_freed_while_no_other_thread_captures() -> None:
     class Graph:
         def __del__(self) -> None:
-            freed_alone.append(CAPTURE_LOCK.locked())
+            freed_alone.append(CAPTURE_LOCK.excludes_captures)
 
     freed_alone: list[bool] = []
     stack = ClientStack(("ada",), {"weight": torch.zeros(1, 3)}, {}, {}, {}, {}, {}, {})
@@ -103,7 +104,7 @@ def test_graphs_are_freed_while_no_other_thread_captures() -> None:
 def test_cached_memory_is_freed_while_no_other_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """During a capture, torch keeps the memory that is cached."""
     freed_alone: list[bool] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed_alone.append(CAPTURE_LOCK.locked()))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed_alone.append(CAPTURE_LOCK.excludes_captures))
     clients = make_clients(make_short_method(FedAvg), engine=StackedEngine)
     clients.device = torch.device("cuda")
     clients.release()

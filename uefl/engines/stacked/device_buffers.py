@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -15,12 +14,9 @@ from torch import Tensor
 from uefl.core.federation import Tensors, Update
 from uefl.core.local import LocalTraining
 from uefl.engines.optimizer_state import OPTIMIZER_PREFIX
+from uefl.engines.stacked.capture_lock import CAPTURE_LOCK
 from uefl.engines.stacked.client_stack import ClientStack, allocate_stack
 from uefl.engines.stacked.stacked_optimizer import StackedOptimizer
-
-# One engine at a time: to free the graphs of another one would break a capture. So would its gradients: torch computes
-# those of all engines in one thread, whose cuDNN would wait in the other queue for the one that is captured.
-CAPTURE_LOCK = threading.Lock()
 
 
 class DeviceBuffers:
@@ -71,7 +67,7 @@ class DeviceBuffers:
                 restore_optimizer(optimizer, stack.client_state, f"{OPTIMIZER_PREFIX}{i}.")
         # A bound method stays equal from round to round; a new function may hold tensors of this round.
         if [u.loss for u in updates] != [u.loss for u in self.updates]:
-            with CAPTURE_LOCK:
+            with CAPTURE_LOCK.work():
                 for cache in (self.captured_steps, self.compiled_losses, self.uncompilable_losses):
                     cache.clear()
             self.graph_pool = None  # torch frees a pool without graphs
@@ -112,7 +108,7 @@ class CapturedStep:
         if self.graph:
             self.graph.replay()
         else:
-            with CAPTURE_LOCK:
+            with CAPTURE_LOCK.work():
                 self.step(*self.inputs)
 
     def _capture(self) -> torch.cuda.CUDAGraph | Literal[False]:
@@ -120,7 +116,7 @@ class CapturedStep:
 
         Other threads may wait for their copies meanwhile, so only calls of this one can break the capture.
         """
-        with CAPTURE_LOCK:  # until a failed graph is freed, and the device has no capture to end
+        with CAPTURE_LOCK.capture():  # until a failed graph is freed, and the device has no capture to end
             return self._capture_alone()
 
     def _capture_alone(self) -> torch.cuda.CUDAGraph | Literal[False]:

@@ -20,7 +20,8 @@ from torch import nn
 from uefl.core.federation import Broadcast, Method, Reply, Silo, Split, Tensors
 from uefl.core.noise import derive_key
 from uefl.engines.serial import collect_personal_tensors, copy_into_network, copy_to_device
-from uefl.engines.stacked.device_buffers import CAPTURE_LOCK, DeviceBuffers
+from uefl.engines.stacked.capture_lock import CAPTURE_LOCK
+from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.stacked_engine import StackedEngine
 
 SEPARATOR = "\x1f"  # between the number of a run and a silo name in the label of a stacked silo
@@ -342,7 +343,7 @@ class SeedStackEngine(StackedEngine):
     @contextmanager
     def _fork_rng(self) -> Iterator[None]:
         # Torch's generators are those of all stacks. In this order: who has the second lock never waits for the first.
-        with self._turn, CAPTURE_LOCK, super()._fork_rng():
+        with self._turn, CAPTURE_LOCK.work(), super()._fork_rng():
             yield
 
     def _get_initial_tensors(self, name: str) -> Tensors:

@@ -47,6 +47,7 @@ from uefl.core.lazy_tensor import is_lazy
 from uefl.core.noise import batched_permutations
 from uefl.engines.optimizer_state import OPTIMIZER_CODEWORDS, drop_stale_optimizer_state, list_codeword_indices
 from uefl.engines.serial import SerialEngine, has_torch_dropout, to_channels_last
+from uefl.engines.stacked.capture_lock import CAPTURE_LOCK
 from uefl.engines.stacked.client_stack import (
     BatchSums,
     ClientStack,
@@ -59,7 +60,7 @@ from uefl.engines.stacked.client_stack import (
     unstack_tensors,
 )
 from uefl.engines.stacked.compiler import Compiler
-from uefl.engines.stacked.device_buffers import CAPTURE_LOCK, DeviceBuffers
+from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.device_data import PUBLIC, DeviceData
 from uefl.engines.stacked.silo_mapper import SiloMapper
 from uefl.engines.stacked.stack_size import batch_length, compute_stack_size, count_activations
@@ -133,7 +134,7 @@ class StackedEngine(SerialEngine):
         self._buffers.clear()
         if self._compiler:
             self._compiler.release()
-        with CAPTURE_LOCK:  # torch keeps cached memory while another thread captures
+        with CAPTURE_LOCK.work():  # torch keeps cached memory while another thread captures
             gc.collect()  # buffers and the graphs captured on them refer to each other
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -361,11 +362,11 @@ class StackedEngine(SerialEngine):
         positions = range(len(batch_slices[0]))
         for epoch in range(phase.epochs):
             order_keys = [self._derive_order_key(phase, name, broadcast.round, epoch) for name in names]
-            offsets = self._to_device(self._data.offsets(split, names))
-            order = batched_permutations(self._to_device(order_keys), sizes) + offsets[:, None]
             steps = [[epoch * len(slices) + position for slices in batch_slices] for position in positions]
             keys = [[self._derive_key(n, broadcast.round, s, purpose) for n, s in zip(names, row)] for row in steps]
-            device_steps, device_keys = self._to_device(steps), self._to_device(keys)
+            numbers = self._to_device([order_keys, self._data.offsets(split, names), *steps, *keys])  # in one copy
+            order = batched_permutations(numbers[0], sizes) + numbers[1][:, None]
+            device_steps, device_keys = torch.split(numbers[2:], len(positions))
             for position in positions:
                 lengths = [batch_length(slices, position) for slices in batch_slices]
                 for length, group in groupby(range(len(names)), lengths.__getitem__):
@@ -396,7 +397,7 @@ class StackedEngine(SerialEngine):
             self._apply_updates(method, buffers, clients, split, updates, epoch, indices, keys, steps)
 
         if not self.use_cuda_graphs:
-            with CAPTURE_LOCK:
+            with CAPTURE_LOCK.work():
                 step(indices, keys, steps)
             return
         # A graph replays the epoch it was captured in.
@@ -467,7 +468,7 @@ class StackedEngine(SerialEngine):
             ) -> tuple[Tensors, Tensors]:
                 return method.finish_training(model, Examples(x, y), num_steps=num_steps, lr=lr)
 
-            with CAPTURE_LOCK, torch.no_grad():  # a method may compute gradients here
+            with CAPTURE_LOCK.work(), torch.no_grad():  # a method may compute gradients here
                 results = self._mapper.call_for_silos(selected, offsets, finish, *examples)
             for i, row in enumerate(rows):
                 extras[row], client_states[row] = ({n: t[i] for n, t in tensors.items()} for tensors in results)
@@ -556,7 +557,7 @@ class StackedEngine(SerialEngine):
                 sums: Tensors = client_task.compute(model, Batch(x, y, position, noise_key=noise_key))
             return sums
 
-        with CAPTURE_LOCK, torch.no_grad():  # a task may compute gradients
+        with CAPTURE_LOCK.work(), torch.no_grad():  # a task may compute gradients
             stacked_sums: Tensors = self._mapper.call_for_silos(stack, keys, compute, x, y, keys)
         return stacked_sums
 
