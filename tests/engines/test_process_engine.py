@@ -30,6 +30,7 @@ from harness import (
 )
 from test_shared_tensors import list_shared_memory
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
@@ -271,6 +272,18 @@ def make_unpicklable_encoder() -> nn.Module:
     return encoder
 
 
+def make_weight_normed_encoder() -> nn.Module:
+    encoder = make_encoder()
+    weight_norm(encoder[0])
+    return encoder
+
+
+def make_scripted_encoder() -> nn.Module:
+    encoder = make_encoder()
+    encoder[2] = torch.jit.script(encoder[2])  # without parameters, as torch warns of copied scripted ones
+    return encoder
+
+
 class Scaled(nn.Sequential):
     """A class that another process would have to import from the script or notebook that runs."""
 
@@ -295,7 +308,14 @@ def make_encoder_of_a_lost_module() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "encoder_factory", [make_unpicklable_encoder, make_encoder_of_a_script, make_encoder_of_a_lost_module]
+    "encoder_factory",
+    [
+        make_unpicklable_encoder,
+        make_weight_normed_encoder,
+        make_scripted_encoder,
+        make_encoder_of_a_script,
+        make_encoder_of_a_lost_module,
+    ],
 )
 def test_a_network_that_cannot_be_sent_runs_here_with_one_line(encoder_factory: Any) -> None:
     method, warnings, fields = make_law_method("fedbn"), list[str](), {"encoder_factory": encoder_factory}
@@ -307,6 +327,18 @@ def test_a_network_that_cannot_be_sent_runs_here_with_one_line(encoder_factory: 
     assert line.startswith("engine=processes: workers need classes and functions that a module can import (")
     assert line.endswith("; silos run one after another, with the same results")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_a_lack_of_memory_is_not_a_network_that_cannot_be_sent(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error("no memory is left")
+
+    monkeypatch.setattr(process_engine, "pack", fail)
+    with pytest.raises(error, match="no memory is left"):
+        run_engine(ONE_ROUND, partial(ProcessEngine, num_workers=1))
 
 
 def test_a_method_that_cannot_be_sent_runs_here_with_one_line() -> None:

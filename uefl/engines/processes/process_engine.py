@@ -6,7 +6,6 @@ may run any silo, in any order. Replies are returned in the order of the serial 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -164,7 +163,9 @@ class ProcessEngine(SerialEngine):
                 shared: EngineParts = self._data.unpack()
                 self.silos, self.public = shared.silos, shared.public  # so that the data are in memory once
             self._broadcast = pack(work, self._broadcast and self._broadcast.buffer)
-        except (pickle.PicklingError, AttributeError, TypeError) as e:
+        except (MemoryError, OSError):
+            raise  # the memory for the data, whatever their classes are
+        except Exception as e:  # of any kind: layers of torch and classes of users raise what they like
             raise CannotSpreadError(explain_pickling_error(describe_error(e))) from None
         if any(b"__main__" in parcel.pickled for parcel in (self._data, self._broadcast)):
             raise CannotSpreadError(explain_pickling_error("not the script that is running"))
