@@ -69,3 +69,47 @@ def test_a_process_takes_one_run_after_another(tmp_path, monkeypatch):
     assert [RunFolder(folder).read_summary()["seed"] for folder in folders.values()] == [0, 1, 2]
     assert len(started) == 1
     assert not started[0].process.is_alive(), "no process is left"
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cuda:0", [["fedavg 0", "fedavg 1", "fedavg 2"], ["uefl 0", "uefl 1", "uefl 2"]]),
+        ("cpu", [["fedavg 0"], ["uefl 0"], ["fedavg 1"], ["uefl 1"], ["fedavg 2"], ["uefl 2"]]),
+    ],
+)
+def test_on_cuda_one_process_takes_all_seeds_of_a_method(device, expected, tmp_path, monkeypatch):
+    """No process starts: what each would be sent is recorded instead."""
+    sent = []
+
+    class FakeWorker:
+        def __init__(self, _context, root, resources, events):
+            assert resources[0] == device
+            self.root, self.events, self.process, self.tasks = root, events, self, self
+
+        def send(self, task):
+            name, group = task
+            sent.append(list(group))
+            self.events.put((name, {"kind": "done", "folders": {n: self.root / n for n in group}}))
+
+        def is_alive(self):
+            return True
+
+        def terminate(self):
+            pass
+
+        def join(self):
+            pass
+
+    monkeypatch.setattr(parallel_runs, "_start_worker", FakeWorker)
+    experiments = {
+        f"{name} {seed}": experiment
+        for seed in range(3)
+        for name, experiment in parse_experiments(
+            ["fedavg", "uefl", *TINY_SETTINGS, f"seed={seed}"], [], "default"
+        ).items()
+    }
+    listen = lambda _name, _event: None  # noqa: E731
+    folders = run_in_parallel(experiments, tmp_path, workers=2, device=device, on_event=listen)
+    assert sent == expected
+    assert folders == {name: tmp_path / name for name in experiments}
