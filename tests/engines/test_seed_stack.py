@@ -13,12 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from harness import LOCAL, SHORT_RUN, have_equal_bits, make_network, make_short_method, make_striped_silo, run_rounds
+from harness import (
+    LOCAL,
+    SHORT_RUN,
+    SMALL_CODEBOOK,
+    have_equal_bits,
+    make_network,
+    make_short_method,
+    make_striped_silo,
+    run_rounds,
+)
 from test_stacked_engine import ALWAYS_EXTENDED, OTHER_METHODS, assert_close, find_difference, make_encoder
 
 from uefl.algorithms import METHODS, centroids
 from uefl.algorithms.fedavg import FedAvg
-from uefl.algorithms.uefl import UEFL
+from uefl.algorithms.uefl import UEFL, VQFedAvg
 from uefl.core.federation import Silo
 from uefl.core.kmeans import kmeans_batch
 from uefl.engines import serial
@@ -38,6 +47,8 @@ METHODS_TO_STACK: dict[str, FedAvg] = {
     "uefl, stored optimizer state": replace(UEFL_METHOD, local=replace(LOCAL, reset_optimizer=False)),
     "uefl, local batch norm": replace(UEFL_METHOD, batch_norm="local"),
     "uefl, in groups": replace(UEFL_METHOD, group_rounds=2, fine_tuning_epochs=1),
+    "vq-fedavg": VQFedAvg(**SHORT_RUN, codebook=replace(SMALL_CODEBOOK, extend="none")),
+    "centralized": make_short_method(METHODS["centralized"]),
     **{name: make_short_method(METHODS[name]) for name in OTHER_METHODS},
 }
 

@@ -264,5 +264,5 @@ def find_difference(one: Any, other: Any, path: str = "") -> str:
     if isinstance(one, list) and isinstance(other, list):
         return find_difference(*({str(i): x for i, x in enumerate(values)} for values in (one, other)), path)
     if isinstance(one, float) and isinstance(other, float):
-        return "" if math.isclose(one, other, rel_tol=1e-7, abs_tol=1e-9) else f"{path} {one} {other}"
+        return "" if math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9) else f"{path} {one} {other}"
     return "" if one == other else f"{path} {one} {other}"
