@@ -28,13 +28,12 @@ except ImportError:
 
 from benchmarks.cpu_profile import profile_operations
 from benchmarks.digits import load_digits, make_silos
-from benchmarks.harness import OURS, Measurement, Options, report_missing
+from benchmarks.harness import OURS, ROOT, Measurement, Options, report_missing
 from benchmarks.peers.run_uefl import start_federation
 from benchmarks.peers.workload import load_workload, save_silos
 
 LATER_ROUND = "one later round"
 AGREEMENT = "difference of final weights from uefl, relative to the largest"
-ROOT = Path(__file__).parent.parent
 
 
 class Contender(NamedTuple):

@@ -8,6 +8,7 @@ import platform
 import re
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-RECORDS = Path(__file__).parent / "records"
+from uefl import __version__
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
 PEERS = {"flwr": "flwr", "pfl": "pfl", "ray": "ray", "scikit-learn": "sklearn"}  # package: module
 OURS = "uefl"  # the contender that all others are compared with
 
@@ -118,12 +122,29 @@ def get_cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def read_commit(root: Path = ROOT) -> str:
+    """Return the commit of the source tree, with `-dirty` if its code differs; empty if it is no git repository."""
+    if not (root / ".git").exists():
+        return ""
+    commands = ["git rev-parse --short=10 HEAD", "git status --porcelain -- uefl benchmarks/*.py"]
+    try:
+        commit, changes = (
+            subprocess.run(command.split(), cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git here, or no commit yet
+        return ""
+    return f"{commit}-dirty" if changes else commit
+
+
 def describe_environment(options: Options) -> dict[str, Any]:
     """Describe what a measurement depends on: device, versions, load, command."""
     return {
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(options.device) if options.on_cuda else get_cpu_name(),
         "cores": os.cpu_count(),
+        "uefl": __version__,
+        "commit": read_commit(),
         "torch": torch.__version__,
         "versions": {name: version(name) for name in PEERS if find_spec(PEERS[name])},
         "python": platform.python_version(),

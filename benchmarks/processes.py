@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.digits import load_digits, make_silos
-from benchmarks.harness import OURS, Measurement, Options, report_missing
+from benchmarks.harness import OURS, ROOT, Measurement, Options, report_missing
 from benchmarks.peers.workload import save_silos
 from uefl.core.federation import Silo
 from uefl.engines.processes.worker_pool import choose_num_workers
@@ -111,10 +111,9 @@ def time_without_exchange(silos: Sequence[Silo], num_workers: int, rounds: int, 
 
 def time_rounds(command: list[str]) -> Rounds:
     """Run a program that prints a line per round, and measure wall time."""
-    root = Path(__file__).parent.parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ends, accuracies = [], []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         assert process.stdout
         for line in process.stdout:
             if line.startswith("round"):

@@ -67,6 +67,8 @@ def render_run(benchmark: str, kind: str) -> str:
 def describe_run(record: Record) -> str:
     """Describe where a run was made, with which versions and by which command."""
     versions = {"torch": record["torch"], **record.get("versions", {})}
+    if "uefl" in record:  # older records do not name it
+        versions = {"uefl": f"{record['uefl']} {record['commit']}".strip(), **versions}
     parts = [f"{record['device']}, {record['date'][:10]}, load {record['load'][0]}"]
     parts += [", ".join(f"{name} {version}" for name, version in versions.items())]
     parts += [f"`{record['command']}`"]

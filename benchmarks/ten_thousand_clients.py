@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from benchmarks.frameworks import ROOT, Contender, ProcessTreeClock, psutil
-from benchmarks.harness import OURS, Measurement, Options, report_missing
+from benchmarks.frameworks import Contender, ProcessTreeClock, psutil
+from benchmarks.harness import OURS, ROOT, Measurement, Options, report_missing
 from benchmarks.peers.clients_file import CLIENTS_PER_ROUND, write_clients
 
 CLIENT_COUNTS, ROUNDS = (100, 1000, 10_000), 10

@@ -2,13 +2,17 @@
 
 import importlib
 import json
+import re
+import shutil
+import subprocess
 
 import pytest
 
+import uefl
 from benchmarks import processes, ten_thousand_clients
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.frameworks import CONTENDERS
-from benchmarks.harness import Measurement, Options, append_records, make_table
+from benchmarks.harness import Measurement, Options, append_records, make_table, read_commit
 from benchmarks.peers.clients_file import write_clients
 
 # These start processes; the last one two federations on Flower, which takes a minute.
@@ -53,6 +57,31 @@ def test_a_record_has_all_values_and_their_environment(tmp_path):
     assert (record["value"], record["repeats"], record["contender"]) == (2.0, [3.0, 1.0, 2.0], "uefl")
     assert record["quantity"] == "a round"
     assert {"threads", "device", "torch", "load", "date", "command"} <= set(record)
+    assert record["uefl"] == uefl.__version__
+    assert record["commit"] == read_commit()
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")
+def test_a_record_names_the_commit_and_whether_the_code_differs_from_it(tmp_path):
+    def run_git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    code, record = tmp_path / "uefl" / "code.py", tmp_path / "benchmarks" / "records" / "speed.jsonl"
+    for path in (code, record):
+        path.parent.mkdir(parents=True)
+        path.write_text("1\n")
+    assert read_commit(tmp_path) == "", "no repository"
+    run_git("init")
+    assert read_commit(tmp_path) == "", "no commit"
+    run_git("add", ".")
+    run_git("commit", "-m", "first")
+    commit = read_commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{10,}", commit)
+    record.write_text("2\n")
+    assert read_commit(tmp_path) == commit, "a record is no code"
+    code.write_text("2\n")
+    assert read_commit(tmp_path) == f"{commit}-dirty"
 
 
 def test_the_table_compares_others_with_uefl():

@@ -40,6 +40,19 @@ def test_a_table_shows_the_last_run_of_its_device_with_versions_and_ratios(recor
     assert [r["value"] for r in read_last_run("speed", "gpu")] == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("fields", "versions"),
+    [
+        ({}, "load 1.0; torch 2.0, pfl 0.6;"),  # older records
+        ({"uefl": "0.2.0", "commit": ""}, "load 1.0; uefl 0.2.0, torch 2.0, pfl 0.6;"),
+        ({"uefl": "0.2.0", "commit": "1a2b3c4d5e"}, "load 1.0; uefl 0.2.0 1a2b3c4d5e, torch 2.0, pfl 0.6;"),
+    ],
+)
+def test_a_table_names_the_version_of_uefl_where_its_record_does(fields, versions, records):
+    records(make_record("uefl", 2.0, versions={"pfl": "0.6"}, **fields))
+    assert versions in render_run("speed", "cpu")
+
+
 def test_a_quoted_ratio_must_be_one_of_the_last_run(records):
     records(make_record("uefl", 2.0), make_record("peer", 5.0))
     assert find_unsupported_ratios("- `speed`: the peer needs 2.5x the time, 2.5\n  times as fast\n") == []
