@@ -1,16 +1,16 @@
 """Write the tables of benchmarks/README.md and docs/speed.md from the records: `python -m benchmarks.tables`.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. It shows the last run of a benchmark on one kind of
-device. `find_unsupported_ratios` finds ratios in the text around the tables that the last run does not have.
+device. `find_unsupported_ratios` finds ratios in the text around the tables that the last runs do not have.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import trees_table
 from benchmarks.harness import OURS, RECORDS
@@ -113,26 +113,37 @@ def render_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
-def _list_tables() -> Iterator[tuple[str, Callable[[], str]]]:
+class PageTable(NamedTuple):
+    """A table of a page, and the last run that it shows."""
+
+    benchmark: str
+    kind: str
+    render: Callable[[], str]
+
+
+def _list_tables() -> Iterator[tuple[str, PageTable]]:
+    def show(render: Callable[..., str], benchmark: str, kind: str, *arguments: Any) -> PageTable:
+        return PageTable(benchmark, kind, partial(render, benchmark, kind, *arguments))
+
     for path in sorted(RECORDS.glob("*.jsonl")):
         for kind in KINDS:
-            yield f"{path.stem} {kind}", partial(render_run, path.stem, kind)
-    yield "ten-thousand-clients cpu", partial(render_run, "ten-thousand-clients", "cpu")
-    yield "trees", trees_table.render_table
+            yield f"{path.stem} {kind}", show(render_run, path.stem, kind)
+    yield "ten-thousand-clients cpu", show(render_run, "ten-thousand-clients", "cpu")
+    yield "trees", PageTable("trees", "", trees_table.render_table)  # of several runs
     times = {"one later round": "CPU s per round", "whole run": "CPU s per run of six rounds"}
-    yield "frameworks summary", partial(render_columns, "frameworks", "cpu", times, "system")
+    yield "frameworks summary", show(render_columns, "frameworks", "cpu", times, "system")
     walls = {f"{name}: one later": f"s per round, {name}" for name in ("nine silos", "100 clients")}
-    yield "processes summary", partial(render_columns, "processes", "cpu", walls, "system")
+    yield "processes summary", show(render_columns, "processes", "cpu", walls, "system")
     for benchmark in ("many-clients", "large-network"):
         rounds = {"a whole round": "s per round"}
-        yield f"{benchmark} summary", partial(render_columns, benchmark, "gpu", rounds, "system")
-    yield "seed-stack summary", render_seed_stack
+        yield f"{benchmark} summary", show(render_columns, benchmark, "gpu", rounds, "system")
+    yield "seed-stack summary", PageTable("seed-stack", "gpu", render_seed_stack)
     starts = {
         f"{count} clients: {quantity}": f"{label}, {count} clients"
         for quantity, label in (("begin", "s to the first round"), ("one later", "CPU s per round"), ("peak", "MB"))
         for count in (100, 10_000)
     }
-    yield "clients summary", partial(render_columns, "ten-thousand-clients", "cpu", starts, "system")
+    yield "clients summary", show(render_columns, "ten-thousand-clients", "cpu", starts, "system")
 
 
 def update_page(text: str) -> str:
@@ -140,37 +151,49 @@ def update_page(text: str) -> str:
     tables = dict(_list_tables())
 
     def replace_block(match: re.Match[str]) -> str:
-        return f"{match[1]}{tables[match['name']]()}\n{match[3]}"
+        return f"{match[1]}{tables[match['name']].render()}\n{match[3]}"
 
     return _BLOCK.sub(replace_block, text)
 
 
 def find_unsupported_ratios(text: str) -> list[str]:
-    """Return ratios such as 1.6x or `4.6 times as fast` that the last run of their benchmark does not have.
+    """Return ratios such as 1.6x or `4.6 times as fast` that the last runs do not have.
 
-    A ratio is supported if a contender's value over ours, or its inverse, rounds to it on the kind of device that the
-    heading or sentence above its bullet names.
+    A ratio is supported if a contender's value over ours, or its inverse, rounds to it. A bullet that begins with the
+    name of a benchmark quotes its run on the kind of device that the heading or sentence above the bullet names. Other
+    text quotes the runs of the tables next to it.
     """
     wrong = []
-    text = _BLOCK.sub("", text)
-    gpu_start = text.find("On an NVIDIA")
-    for match in _BULLET.finditer(text):
-        kind = "gpu" if 0 <= gpu_start < match.start() else "cpu"
-        ratios = list(list_ratios(read_last_run(match[1], kind)).values())
-        ratios += [1 / ratio for ratio in ratios if ratio]
-        for quoted in _RATIO.findall(" ".join(match[2].split())):
-            digits = len(quoted.partition(".")[2])
-            if not any(f"{ratio:.{digits}f}" == quoted for ratio in ratios):
-                wrong.append(f"{match[1]} on {kind}: {quoted}")
+    plain = _BLOCK.sub("", text)
+    gpu_start = plain.find("On an NVIDIA")
+    for match in _BULLET.finditer(plain):
+        is_gpu = 0 <= gpu_start < match.start() or not read_last_run(match[1], "cpu")
+        wrong += _find_unsupported(match[2], [(match[1], "gpu" if is_gpu else "cpu")])
+    tables, parts = dict(_list_tables()), _BLOCK.split(text)  # text, three groups of a table, text, and so on
+    runs = [tables[name][:2] for name in parts[2::4]]
+    for i, between in enumerate(parts[::4]):
+        wrong += _find_unsupported(_BULLET.sub("", between), runs[max(i - 1, 0) : i + 1])
     return wrong
+
+
+def _find_unsupported(text: str, runs: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the ratios in a text that none of the last runs of (benchmark, kind of device) has."""
+    ratios = [ratio for run in runs for ratio in list_ratios(read_last_run(*run)).values()]
+    ratios += [1 / ratio for ratio in ratios if ratio]
+    source = " or ".join(f"{benchmark} on {kind}" for benchmark, kind in runs)
+    return [
+        f"{source}: {quoted}"
+        for quoted in _RATIO.findall(" ".join(text.split()))
+        if not any(f"{ratio:.{len(quoted.partition('.')[2])}f}" == quoted for ratio in ratios)
+    ]
 
 
 def main() -> None:
     """Write all tables anew, and name the ratios in the text that no longer hold."""
     for page in PAGES:
         page.write_text(update_page(page.read_text()))
-    for ratio in find_unsupported_ratios(PAGES[0].read_text()):
-        print(f"{PAGES[0].name} quotes a ratio that the last record does not have: {ratio}")
+        for ratio in find_unsupported_ratios(page.read_text()):
+            print(f"{page.name} quotes a ratio that the last record does not have: {ratio}")
 
 
 if __name__ == "__main__":

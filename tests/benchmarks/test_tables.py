@@ -64,6 +64,15 @@ def test_a_quoted_ratio_must_be_one_of_the_last_run(records):
     assert find_unsupported_ratios("On an NVIDIA H200:\n\n- `speed`: 2.5x\n") == ["speed on gpu: 2.5"]
 
 
+def test_a_ratio_in_the_text_between_tables_must_be_one_of_theirs(records):
+    records(make_record("uefl", 2.0), make_record("peer", 5.0), make_record("uefl", 1.0, device="NVIDIA H200"))
+    table = "<!-- table speed cpu -->\n| 9x |\n<!-- end -->\n"
+    of_gpu = table.replace("cpu", "gpu")
+    assert find_unsupported_ratios(f"It is 2.5 times as fast:\n\n{table}\nSo 2.5x.\n\n{of_gpu}") == []
+    text = f"{table}\nNow 2.6 times\nas fast.\n\n{of_gpu}\nAlso 2.5x.\n"
+    assert find_unsupported_ratios(text) == ["speed on cpu or speed on gpu: 2.6", "speed on gpu: 2.5"]
+
+
 def test_a_changed_figure_in_a_table_is_written_anew():
     page = PAGES[0].read_text()
     begin = page.index("<!-- table kmeans cpu -->")
@@ -77,8 +86,9 @@ def test_pages_have_the_tables_of_the_last_records(page):
 
 
 @pytest.mark.records
-def test_the_page_quotes_only_ratios_of_the_last_records():
-    assert find_unsupported_ratios(PAGES[0].read_text()) == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_quote_only_ratios_of_the_last_records(page):
+    assert find_unsupported_ratios(page.read_text()) == []
 
 
 @pytest.mark.records
