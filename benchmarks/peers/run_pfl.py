@@ -1,6 +1,8 @@
 """Apple's pfl-research 0.6, following its examples; its data are tensors in memory too.
 
-With several workers, which `torchrun` starts, the first one prints the rounds.
+With several workers, which `torchrun` starts, the first one prints the rounds. pfl's sampler for silos gives a worker
+the same silos in every round. Without it, workers draw from a common cycle, each at its own speed: of nine silos and
+two workers, one silo trains twice in the second round and another one not at all.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class PflModel(nn.Module):
 
 
 class RoundReporter(TrainingProcessCallback):
-    """Report the end of a round, after the evaluation."""
+    """Report the end of a round, after the evaluation, and number the round that comes next."""
+
+    def __init__(self) -> None:
+        self.round_number = 1  # of the present round
 
     def after_central_iteration(
         self, aggregate_metrics: Any, model: Any, *, central_iteration: int
@@ -65,22 +70,27 @@ class RoundReporter(TrainingProcessCallback):
         accuracies = [value.overall_value for name, value in aggregate_metrics if "accuracy" in str(name)]
         if os.environ.get("RANK", "0") == "0":
             report_round(accuracies[0] if central_iteration else 0.0)  # pfl first evaluates before the first round
+        self.round_number = central_iteration + 2  # pfl counts from 0
         return False, Metrics()
+
+
+def make_users(workload: Workload, reporter: RoundReporter) -> FederatedDataset:
+    """Make a dataset from which every silo is drawn once per round, with its examples in the order of that round."""
+
+    def make_dataset(silo: int) -> Dataset:
+        order = draw_order(silo, reporter.round_number, len(workload.y[silo]))  # pfl makes batches of it as it is
+        return Dataset(raw_data=[workload.x[silo][order], workload.y[silo][order]])
+
+    silos = list(range(len(workload.x)))
+    return FederatedDataset(make_dataset, get_user_sampler("minimize_reuse", silos, num_silos=len(silos)))
 
 
 def main() -> None:
     """Run the federation."""
     logging.disable(logging.WARNING)
     workload = parse_arguments()
-    net, visits = PflModel(workload), [0] * len(workload.x)
-
-    def make_dataset(silo: int) -> Dataset:
-        """Return the examples of a silo in the order of this round; pfl makes batches of them as they are."""
-        visits[silo] += 1
-        order = draw_order(silo, visits[silo], len(workload.y[silo]))
-        return Dataset(raw_data=[workload.x[silo][order], workload.y[silo][order]])
-
-    users = FederatedDataset(make_dataset, get_user_sampler("minimize_reuse", list(range(len(workload.x)))))
+    net, reporter = PflModel(workload), RoundReporter()
+    users = make_users(workload, reporter)
     model = PyTorchModel(
         model=net, local_optimizer_create=torch.optim.SGD, central_optimizer=torch.optim.SGD(net.parameters(), 1.0)
     )
@@ -98,7 +108,7 @@ def main() -> None:
         model=model,
         model_train_params=NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH_SIZE),
         model_eval_params=eval_params,
-        callbacks=[CentralEvaluationCallback(test, eval_params), RoundReporter()],
+        callbacks=[CentralEvaluationCallback(test, eval_params), reporter],
     )
     save_weights(net.net.state_dict())
 

@@ -1,5 +1,7 @@
 """The contenders of `frameworks` do the same work: from the same weights and batches, to the same weights."""
 
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 
 from benchmarks.digits import load_digits, make_silos
 from benchmarks.frameworks import compare_weights
+from benchmarks.harness import ROOT
 from benchmarks.peers import run_uefl
 from benchmarks.peers.workload import draw_order, load_workload, save_silos
 
@@ -58,6 +61,21 @@ def test_our_weights_are_those_of_pfl_up_to_its_float32_updates(monkeypatch, fil
     read_weights = set_arguments(monkeypatch, file, "float64")
     run_pfl.main()
     assert 0 < compare_weights(read_weights(), ours) < 1e-6
+
+
+def test_two_workers_of_pfl_train_each_of_three_silos_once_per_round(monkeypatch, tmp_path):
+    pytest.importorskip("pfl", exc_type=ImportError)
+    from benchmarks.peers import run_pfl
+
+    file = tmp_path / "silos.safetensors"
+    save_silos(make_silos(load_digits(), 3, 40, 8), file)
+    read_weights = set_arguments(monkeypatch, file, "float64")
+    run_pfl.main()
+    of_one_worker = read_weights()
+    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "-m", "benchmarks.peers.run_pfl"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", *launcher, *sys.argv[1:]], check=True, cwd=ROOT, env=environment)
+    assert compare_weights(read_weights(), of_one_worker) < 1e-7
 
 
 class PlainGrid:
