@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import subprocess
@@ -31,12 +32,23 @@ CONTENDERS = {
 }
 
 
+QUANTITIES = {  # field of an outcome: the quantity and its unit
+    "begin": ("begin of the first round", "s"),
+    "cpu": ("one later round", "CPU s"),
+    "memory": ("peak memory", "MB"),
+    "first_memory": ("resident memory amid the first round", "MB"),
+    "last_memory": ("resident memory amid the last round", "MB"),
+}
+
+
 class Outcome(NamedTuple):
     """What one run of a contender shows."""
 
     begin: float  # seconds from the start of the program to the begin of the first round
     cpu: float  # CPU seconds of a later round, the median
     memory: float  # peak of the processes together, in MB
+    first_memory: float  # resident amid the first round, in MB; nan if the contender does not report when that is
+    last_memory: float  # amid the last round
     accuracy: str
 
 
@@ -61,20 +73,20 @@ def run(options: Options) -> Iterator[Measurement]:
                 if name.startswith(OURS):
                     raise
                 Console(stderr=True).print(f"{k} clients: {e}")
-    quantities = (("begin of the first round", "s"), ("one later round", "CPU s"), ("peak memory", "MB"))
-    for i, (quantity, unit) in enumerate(quantities):
+    for field, (quantity, unit) in QUANTITIES.items():
         for k, name in itertools.product(counts, contenders):
-            if not (own := outcomes[name, k]):
-                continue
-            values = [(o.begin, o.cpu, o.memory)[i] for o in own]
-            yield Measurement(name, f"{k} clients: {quantity}", unit, values, f"accuracy {own[-1].accuracy}")
+            own = outcomes[name, k]
+            values = [value for outcome in own if not math.isnan(value := getattr(outcome, field))]
+            if values:
+                yield Measurement(name, f"{k} clients: {quantity}", unit, values, f"accuracy {own[-1].accuracy}")
 
 
 def measure_contender(name: str, contender: Contender, file: Path, rounds: int) -> Outcome:
     """Run a contender once."""
     command = [sys.executable, "-m", f"benchmarks.peers.{contender.module}", str(file), str(rounds)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    started, begin, ends, accuracy = time.monotonic(), float("nan"), list[float](), "nan"
+    started, begin, accuracy = time.monotonic(), float("nan"), "nan"
+    ends, memories = list[float](), list[float]()
     with subprocess.Popen(
         [*command, *contender.arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
     ) as process:
@@ -83,6 +95,9 @@ def measure_contender(name: str, contender: Contender, file: Path, rounds: int) 
         for line in process.stdout:
             if line.startswith("begin"):
                 begin = time.monotonic() - started
+            elif line.startswith("middle"):
+                # Resident: other programs, which share torch's pages now and then, do not change it.
+                memories.append(meter.root.memory_info().rss / 2**20)
             elif line.startswith("round"):
                 ends.append(meter.read())
             elif line.startswith("accuracy"):
@@ -91,7 +106,9 @@ def measure_contender(name: str, contender: Contender, file: Path, rounds: int) 
         meter.thread.join()
     if len(ends) != rounds or accuracy == "nan":
         raise RuntimeError(f"{name} ended after {len(ends)} of {rounds} rounds, accuracy {accuracy}")
-    return Outcome(begin, statistics.median(b - a for a, b in itertools.pairwise(ends)), meter.peak / 2**20, accuracy)
+    cpu = statistics.median(b - a for a, b in itertools.pairwise(ends))
+    first_memory, last_memory = (memories[0], memories[-1]) if memories else (float("nan"), float("nan"))
+    return Outcome(begin, cpu, meter.peak / 2**20, first_memory, last_memory, accuracy)
 
 
 class ProcessTreeMeter(ProcessTreeClock):

@@ -105,6 +105,11 @@ def report_begin() -> None:
     print("begin", flush=True)
 
 
+def report_middle() -> None:
+    """Print that half of the clients of a round have trained, when the parent process reads the memory."""
+    print("middle", flush=True)
+
+
 def report_round() -> None:
     """Print the end of a round."""
     print("round", flush=True)

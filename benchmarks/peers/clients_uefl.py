@@ -19,6 +19,7 @@ from benchmarks.peers.clients_file import (
     parse_arguments,
     report_accuracy,
     report_begin,
+    report_middle,
     report_round,
 )
 from uefl.algorithms.fedavg import FedAvg
@@ -59,6 +60,8 @@ def main() -> None:
             if trained % CLIENTS_PER_ROUND == 0:
                 report_round() if trained else report_begin()
             trained += 1
+            if trained % CLIENTS_PER_ROUND == CLIENTS_PER_ROUND // 2:
+                report_middle()
 
     with tempfile.TemporaryDirectory() as folder:
         experiment = make_experiment(file, rounds, int(sys.argv[3]))

@@ -37,8 +37,25 @@ def test_our_run_of_many_clients_is_measured(tmp_path):
     write_clients(file, 110, "mnist5k")
     name, contender = next(iter(ten_thousand_clients.CONTENDERS.items()))
     outcome = ten_thousand_clients.measure_contender(name, contender, file, 2)
-    assert min(outcome[:3]) > 0
+    assert min(outcome[:5]) > 0
+    assert outcome.first_memory != outcome.last_memory, "each is read in its own round"
     assert 0 < float(outcome.accuracy) < 1
+
+
+def test_the_memory_of_the_first_and_the_last_round_is_measured_where_it_is_reported(monkeypatch):
+    def measure(name, *_):
+        memories = (300.0, 301.0) if name == "uefl" else (float("nan"), float("nan"))
+        return ten_thousand_clients.Outcome(1.0, 2.0, 400.0, *memories, "0.9")
+
+    monkeypatch.setattr(ten_thousand_clients, "psutil", "installed")
+    monkeypatch.setattr(ten_thousand_clients, "write_clients", lambda *_: None)
+    monkeypatch.setattr(ten_thousand_clients, "find_spec", lambda package: package in ("uefl", "pfl"))
+    monkeypatch.setattr(ten_thousand_clients, "measure_contender", measure)
+    values = {(m.contender, m.quantity): m.values for m in ten_thousand_clients.run(Options(repeats=1, tiny=True))}
+    assert values["uefl", "120 clients: resident memory amid the first round"] == [300.0]
+    assert values["uefl", "120 clients: resident memory amid the last round"] == [301.0]
+    assert values["pfl", "120 clients: peak memory"] == [400.0]
+    assert not any("resident" in quantity for contender, quantity in values if contender == "pfl")
 
 
 def test_one_process_and_several_train_the_same_model(monkeypatch):
