@@ -4,6 +4,8 @@ A silo sends a histogram of y = log(entropy + 0.001) over its validation example
 largest Welch statistic against another silo, T_k = max_j (ȳ_k − ȳ_j) / √(s_k²/n_k + s_j²/n_j). Its distribution
 where all silos are alike comes from permuting examples across silos. P-values are adjusted for the number of silos by
 the step-down maximum (Westfall & Young, Resampling-based multiple testing, 1993).
+The index of a bin serves as y. Every s² is the variance of these indices plus 1/12, that of values uniform in a bin.
+A silo with more than its share of `MAX_EXAMPLES` has its histogram scaled down to that share, which bounds the time.
 Legend: K silos, N examples, P permutations.
 """
 
