@@ -45,3 +45,13 @@ def test_recorded_federations_of_one_distribution_have_few_reports():
     assert record["federations"] == 400
     assert record["reports"] == len(record["federations with a report"]) <= study.MAX_REPORTS
     assert record["accuracy"] > 0.85
+
+
+@pytest.mark.records
+def test_the_page_quotes_the_recorded_rate_of_false_reports():
+    (record,) = (r for r in read_records(ROOT / study.RECORDS) if r["part"] == "chance")
+    low, high = (100 * end for end in record["interval"])
+    share = 100 * record["reports"] / record["federations"]
+    page = " ".join((ROOT / "docs/algorithm.md").read_text(encoding="utf-8").split())
+    quoted = f"{record['reports']} have a report ({share:.1f} %, 95 % interval {low:.1f} to {high:.1f} %;"
+    assert quoted in page
