@@ -203,7 +203,7 @@ COLOR_SETUPS: Mapping[str, Setup] = {
                 UEFL: PRETRAINED_ROWS[UEFL],
             },
         },
-        title="PACS, four domains as silos, ResNet18",
+        title="PACS, four domains as silos, ResNet18 (reconstructed ImageNet weights)",
         data=replace(get_default_config("pacs", "domains"), image_size=96),
         model=RESNET18,
     ),

@@ -13,8 +13,9 @@ from scipy.stats import ttest_rel
 
 from studies.methods.runner import StudyRun, identify_run
 from studies.rivals.__main__ import PAGE, get_files
+from studies.rivals.color_setups import RESNET18_WEIGHTS, VGG16_WEIGHTS
 from studies.rivals.further_tables import render_ablations
-from studies.rivals.page import render_page
+from studies.rivals.page import NOTES, render_page
 from studies.rivals.runner import (
     NUM_STARTS,
     START_ROW,
@@ -34,6 +35,9 @@ from studies.rivals.tables import format_gain
 from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, Schedule
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.records import read_records
+from uefl.models.resnet18 import IMAGENET_STEM
+from uefl.models.vgg import VGG16_PLAN
 
 ROOT = Path(__file__).parents[2]
 OURS, THEIRS = [0.91, 0.95, 0.93, 0.97, 0.94], [0.90, 0.92, 0.935, 0.95, 0.91]
@@ -345,6 +349,24 @@ def test_the_readme_counts_the_verdicts_of_the_page() -> None:
     match = re.search(sentence, (ROOT / "README.md").read_text(), re.DOTALL)
     assert match
     assert [int(count) for count in match.groups()] == counts
+
+
+@pytest.mark.records
+def test_titles_say_which_records_start_from_imagenet_weights() -> None:
+    """As the page says: tables with a large encoder in their title, unless it says otherwise, and all their rows."""
+    found: dict[str, set[str]] = {}
+    for record in read_records(get_files(ROOT / "results").results):
+        found.setdefault(record["setup"], set()).add(record["settings"].get("model.pretrained_weights", ""))
+    for name, files in found.items():
+        title = SETUPS[name].title
+        encoders = [encoder for encoder in ("VGG16", "ResNet18") if encoder in title]
+        if not encoders or "without pretrained weights" in title:
+            assert files == {""}, title
+        else:
+            assert files == {{"VGG16": VGG16_WEIGHTS, "ResNet18": RESNET18_WEIGHTS}[encoders[0]]}, title
+    notes = NOTES.read_text(encoding="utf-8")
+    for file in (VGG16_WEIGHTS, RESNET18_WEIGHTS, VGG16_PLAN.torchvision_file, IMAGENET_STEM.torchvision_file):
+        assert file in notes
 
 
 @pytest.mark.records
