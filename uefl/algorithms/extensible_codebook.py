@@ -95,9 +95,10 @@ class ExtensibleCodebook(CodebookHooks):
     )
     extend: Extend = setting(
         "uncertain",
-        "Silos that get new codewords: none; uncertain: those above the threshold, as in the paper; all; random: as "
-        "many, drawn by the seed; validated: as uncertain, but codewords are revoked where the negative log-likelihood "
-        "of validation examples is lower without them (D31).",
+        "Silos that get new codewords: none; uncertain: those above the threshold, as in the paper, which chose no "
+        "better than chance on the data measured; all; random: as many, drawn by the seed; validated: as uncertain, "
+        "but codewords are revoked where the negative log-likelihood of validation examples is lower without them "
+        "(D31).",
     )
     new_codeword_init: Literal["kmeans", "gaussian"] = setting(
         "kmeans", "New codewords: centroids of the silo's features, or Gaussian noise (Table 15)."
