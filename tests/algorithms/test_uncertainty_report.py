@@ -45,8 +45,13 @@ def test_the_permutation_test_compares_silos_with_the_initial_codewords(decision
     entries = report.entries
     noise_key = derive_key(0, server.round, addresses.SILO_PERMUTATIONS)
     comparisons = compare_entropies({n: sums[ENTROPY_COUNTS] for n, sums in expected.items()}, noise_key, 999)
-    entropies = {n: compute_metrics(sums)["entropy"] for n, sums in expected.items()}
-    assert entries["silos"] == {n: {"entropy": entropies[n], **c._asdict()} for n, c in comparisons.items()}
+    metrics = {n: compute_metrics(sums) for n, sums in expected.items()}
+    entropies = {n: m["entropy"] for n, m in metrics.items()}
+    errors = {n: (m["entropy_variance"] / m["num_examples"]) ** 0.5 for n, m in metrics.items()}
+    for name, comparison in comparisons.items():
+        e_k = {"entropy": entropies[name], "standard_error": pytest.approx(errors[name])}
+        assert entries["silos"][name] == {**e_k, **comparison._asdict()}
+    assert set(entries["silos"]) == set(comparisons)
     assert entries["threshold"] == pytest.approx(min(entropies.values()))  # γ = 0
     assert (entries["level"], entries["level_per_decision"]) == (0.05, 0.025)
     found = {n for n, c in comparisons.items() if c.p_value <= 0.025 and entropies[n] > min(entropies.values())}
@@ -101,7 +106,7 @@ def test_the_test_does_not_decide_which_silos_get_codewords():
     assert torch.equal(one.access, other.access)
     reported = [sum(silo["is_uncertain"] for silo in records[2]["silos"].values()) for records in (with_all, with_few)]
     assert reported[0] == 3 > reported[1]
-    assert {"entropy", "statistic", "p_value"} == set(with_few[2]["decision"]["silos"]["ada"])
+    assert {"entropy", "standard_error", "statistic", "p_value"} == set(with_few[2]["decision"]["silos"]["ada"])
 
 
 def test_a_silo_that_does_not_answer_with_shared_codewords_is_left_out():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,32 @@ def test_bars_decision_and_reliability_are_those_of_the_records(drawn: list[Figu
     assert bars.get_xlim() == decision.get_xlim(), "a silo stands at the same place in both"
     uncertain = [line.get_marker() == "D" for line in decision.lines if line.get_marker() in ("o", "D")]
     assert uncertain == [last["silos"][silo]["is_uncertain"] for silo in silos]
+
+
+def read_error_bars(figure: Figure) -> list[float]:
+    """Return half the length of every error bar of the decision."""
+    bars = [bar for container in figure.axes[1].containers for bar in container.lines[2]]
+    return [(high - low) / 2 for bar in bars for (_, low), (_, high) in bar.get_segments()]
+
+
+def test_error_bars_are_those_of_the_decisions_own_entropies(drawn: list[Figure], tmp_path: Path) -> None:
+    """From the second decision on, e_k is that of the shared codewords alone, which the other metrics are not."""
+    method = make_method("uefl", codebook=True, iterations=3)
+    method = replace(method, codebook=replace(method.codebook, uncertainty_test="permutation"))
+    records = run_rounds(method, make_clients(method))[1]
+    last = [record for record in records if record.get("has_decision")][-1]
+    decided, validation = last["decision"]["silos"], {n: s["validation"] for n, s in last["silos"].items()}
+    assert any(decided[name]["entropy"] != validation[name]["entropy"] for name in decided)
+    plot_silos({"uefl": records}, tmp_path / "silos.png")
+    assert read_error_bars(drawn[0]) == pytest.approx([decided[name]["standard_error"] for name in sorted(decided)])
+    for entry in decided.values():
+        del entry["standard_error"]
+    plot_silos({"uefl": records}, tmp_path / "silos.png")
+    assert read_error_bars(drawn[1]) == [], "the errors of an earlier record are unknown"
+    del last["decision"]["silos"]
+    plot_silos({"uefl": records}, tmp_path / "silos.png")
+    errors = [(v["entropy_variance"] / v["num_examples"]) ** 0.5 for _, v in sorted(validation.items())]
+    assert read_error_bars(drawn[2]) == pytest.approx(errors), "a record without e_k shows the entropy it has"
 
 
 def test_curves_do_not_depend_on_those_that_were_drawn_before(tmp_path: Path) -> None:

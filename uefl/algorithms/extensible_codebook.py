@@ -37,7 +37,7 @@ from uefl.algorithms.codeword_access import (
 from uefl.algorithms.codeword_validation import mark_unvalidated, revoke_useless_codewords
 from uefl.algorithms.round_record import record_decision, record_kmeans_time, record_query_cost
 from uefl.algorithms.target_access import TargetAccess, evaluate_targets
-from uefl.algorithms.uncertainty_report import UncertaintyTest, report_uncertain_silos
+from uefl.algorithms.uncertainty_report import UncertaintyTest, compute_squared_error, report_uncertain_silos
 from uefl.core import noise_addresses as addresses
 from uefl.core.codebook import CodewordGradient, Gate
 from uefl.core.codebook_size import CodebookSize, choose_codebook_size
@@ -434,8 +434,3 @@ class ExtensibleCodebook(CodebookHooks):
 def select_finite_entropies(metrics: Mapping[str, Metrics]) -> dict[str, Metrics]:
     """Return the silos with an entropy e_k: a missing one is neither the minimum nor uncertain."""
     return {name: m for name, m in metrics.items() if math.isfinite(m["entropy"])}
-
-
-def compute_squared_error(metrics: Metrics) -> float:
-    """Return the squared standard error of a silo's mean entropy e_k."""
-    return metrics["entropy_variance"] / max(metrics["num_examples"], 1)

@@ -71,6 +71,11 @@ def report_by_permutation(
     return _make_report(codebook, metrics, uncertain, entries, {n: c._asdict() for n, c in comparisons.items()})
 
 
+def compute_squared_error(metrics: Metrics) -> float:
+    """Return the squared standard error of a silo's mean entropy e_k."""
+    return metrics["entropy_variance"] / max(metrics["num_examples"], 1)
+
+
 def _report_by_threshold(codebook: ExtensibleCodebook, validation: Mapping[str, Tensors]) -> UncertaintyReport:
     """Report the silos above the threshold, and by how many standard errors if these are tested."""
     metrics = {name: compute_metrics(sums) for name, sums in validation.items()}
@@ -87,7 +92,14 @@ def _make_report(
     statistics: Mapping[str, Mapping[str, float]],
 ) -> UncertaintyReport:
     settings = {"test": codebook.uncertainty_test, "extend": codebook.extend}
-    silos = {name: {"entropy": m["entropy"], **statistics.get(name, {})} for name, m in metrics.items()}
+    silos = {
+        name: {
+            "entropy": m["entropy"],
+            "standard_error": math.sqrt(compute_squared_error(m)),
+            **statistics.get(name, {}),
+        }
+        for name, m in metrics.items()
+    }
     threshold = codebook.compute_threshold(metrics)
     return UncertaintyReport(uncertain_silos, {**settings, **entries, "threshold": threshold, "silos": silos})
 

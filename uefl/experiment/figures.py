@@ -123,12 +123,22 @@ def _plot_decision(
     record, decision = decided[-1], decided[-1].get("decision", {})
     for k, silo in enumerate(silo_names):
         if validation := record["silos"].get(silo, {}).get("validation"):
-            entropy = decision.get("silos", {}).get(silo, {}).get("entropy", validation["entropy"])
-            error = math.sqrt(validation["entropy_variance"] / max(validation["num_examples"], 1))
+            entropy, error = _find_decided_entropy(decision.get("silos", {}).get(silo, {}), validation)
             is_uncertain = record["silos"][silo]["is_uncertain"]
             axes.errorbar(k + shift, entropy, error, fmt="D" if is_uncertain else "o", color=color, capsize=3)
     if decision.get("threshold") is not None:
         axes.axhline(decision["threshold"], color=color, linestyle="--", linewidth=0.8, label=name)
+
+
+def _find_decided_entropy(decided: Record, validation: Record) -> tuple[float, float | None]:
+    """Return e_k of a decision and its standard error, which some earlier records do not have.
+
+    The decision may have evaluated the silo without its own codewords, so the error of `validation` is not that of e_k.
+    """
+    if "entropy" in decided:
+        return decided["entropy"], decided.get("standard_error")
+    error = math.sqrt(validation["entropy_variance"] / max(validation["num_examples"], 1))
+    return validation["entropy"], error
 
 
 def _plot_reliability(axes: Axes, name: str, sums: Sequence[Sequence[float]], color: str) -> None:
