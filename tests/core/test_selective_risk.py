@@ -1,5 +1,7 @@
 """Risk-coverage: the histogram of entropies beside the exact values, which sort all examples."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -18,12 +20,12 @@ from uefl.core.selective_risk import RISK_BINS, augrc, count_outcomes, risk_at_c
 from uefl.core.uncertainty import entropy
 
 
-def draw_predictions(n, num_classes, strength, seed):
+def draw_predictions(n, num_classes, strength, seed, dtype=torch.float64):
     """Return entropies and correctness of a classifier whose confidence is related to its errors."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(num_classes, (n,), generator=generator)
     noise = torch.randn(n, num_classes, generator=generator, dtype=torch.float64)
-    p = (strength * (torch.nn.functional.one_hot(y, num_classes) + 0.5 * noise)).softmax(-1)
+    p = (strength * (torch.nn.functional.one_hot(y, num_classes) + 0.5 * noise)).to(dtype).softmax(-1)
     return entropy(p), p.argmax(-1) == y
 
 
@@ -36,11 +38,26 @@ def compute_exact_augrc(e, is_correct):
 
 @pytest.mark.parametrize("n", [200, 1000, 5000])
 @pytest.mark.parametrize("num_classes", [2, 10, 100])
-@pytest.mark.parametrize("strength", [1, 3, 7, 12])  # from unsure of everything to sure of nearly everything
+@pytest.mark.parametrize("strength", [1, 3, 7, 12, 20, 30, 50, 100])  # from unsure of everything to sure of everything
 def test_augrc_from_bins_differs_by_less_than_half_a_thousandth(n, num_classes, strength):
-    for seed in range(3):
-        e, is_correct = draw_predictions(n, num_classes, strength, seed)
+    for seed, dtype in itertools.product(range(3), (torch.float64, torch.float32)):
+        e, is_correct = draw_predictions(n, num_classes, strength, seed, dtype)
         assert abs(augrc(count_outcomes(e, is_correct, num_classes)) - compute_exact_augrc(e, is_correct)) < 5e-4
+
+
+@pytest.mark.parametrize("num_classes", [2, 10, 100])
+@pytest.mark.parametrize("strength", [1, 3, 12, 30, 100])
+def test_accepted_errors_from_bins_are_those_of_the_most_certain(num_classes, strength):
+    """Examples of equal entropy are accepted together, in random order, as those of a bin are."""
+    for dtype in (torch.float64, torch.float32):
+        e, is_correct = draw_predictions(5000, num_classes, strength, 1, dtype)
+        _, tied = torch.unique(e, return_inverse=True)
+        exact = torch.zeros(2, int(tied.max()) + 1, dtype=torch.float64)
+        exact.index_put_((is_correct.long(), tied), torch.ones(5000, dtype=torch.float64), accumulate=True)
+        counts = count_outcomes(e, is_correct, num_classes)
+        for coverage in (0.1, 0.2, 0.5, 0.8, 1.0):
+            difference = risk_at_coverage(counts, coverage) - risk_at_coverage(exact, coverage)
+            assert abs(difference) < 0.005
 
 
 def test_counts_of_batches_add_up_and_ends_have_a_bin():

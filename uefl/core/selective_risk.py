@@ -1,7 +1,14 @@
 """Risk of the predictions that a threshold of the entropy accepts, from histograms that add up over batches and silos.
 
-A histogram counts examples by correctness and by bin of the predictive entropy. Bins are equal on the logit scale of
-the entropy's share of its maximum log C, so that very certain and very uncertain predictions have bins of their own.
+A histogram counts examples by correctness and by bin of the predictive entropy. Bins are equal on the scale
+asinh(logit(share) − 3), where share is the entropy as a share of its maximum log C. They are narrowest at a share of
+0.95, near which unsure predictions of many classes lie. Towards zero their width grows with the logit, so that
+overconfident predictions, whose entropies differ by many powers of ten, have bins of their own too.
+Measured with 2 to 100 classes and 200 to 5000 examples, from unsure to very overconfident: AUGRC differs from the exact
+value by less than 0.0005. With 5000 examples, points of the risk-coverage curve differ by less than 0.005; with 200, by
+up to 0.035. The exception are 200 to 500 examples that all have entropies within 1 % of log C, as of an untrained
+network: there AUGRC differs by up to 0.002.
+A silo sends 2 × 2048 numbers, 32 KiB, per evaluated split.
 """
 
 from __future__ import annotations
@@ -16,16 +23,19 @@ from torch import Tensor
 
 Counts = npt.NDArray[np.float64]
 
-RISK_BINS = 1024  # with 256, AUGRC of 100 classes would be wrong by 0.001
-_SMALLEST_SHARE = 1e-4  # of log C; entropies below it, or as close to log C, share a bin
-_LARGEST_LOGIT = math.log((1 + _SMALLEST_SHARE) / _SMALLEST_SHARE)
+RISK_BINS = 2048  # with 1024, AUGRC of 200 examples would be wrong by 0.0006 at times
+_CENTER = 3.0  # logit at which bins are narrowest
+_SMALLEST_SHARE = 1e-300  # of log C; smaller entropies share a bin
+_SMALLEST_GAP = 1e-5  # to log C, as a share of it; entropies that are closer share a bin
+_LOW = math.asinh(math.log(_SMALLEST_SHARE) - math.log(1 + _SMALLEST_GAP) - _CENTER)  # ends of the scale
+_HIGH = math.asinh(-math.log(_SMALLEST_GAP) - _CENTER)
 
 
 def count_outcomes(entropy: Tensor, is_correct: Tensor, num_classes: int) -> Tensor:
     """Count examples by correctness and by bin of the entropy: [2, RISK_BINS]; row 1 is correct, bin 0 most certain."""
     share = (entropy.double() / math.log(max(num_classes, 2))).clamp(0, 1)
-    logit = (share + _SMALLEST_SHARE).log() - (1 - share + _SMALLEST_SHARE).log()
-    bins = ((logit / _LARGEST_LOGIT + 1) / 2 * RISK_BINS).long().clamp(0, RISK_BINS - 1)
+    logit = (share + _SMALLEST_SHARE).log() - (1 - share + _SMALLEST_GAP).log()
+    bins = (((logit - _CENTER).asinh() - _LOW) / (_HIGH - _LOW) * RISK_BINS).long().clamp(0, RISK_BINS - 1)
     zeros = torch.zeros(2 * RISK_BINS, dtype=torch.float64, device=entropy.device)
     ones = torch.ones_like(bins, dtype=torch.float64)
     return zeros.scatter_add(0, is_correct.long() * RISK_BINS + bins, ones).view(2, RISK_BINS)
