@@ -6,7 +6,9 @@ Bounds on the statistics of draws are five to seven standard errors for the numb
 import pytest
 import torch
 from torch import nn
+from torch.func import vmap
 
+from uefl.core import noise
 from uefl.core.noise import (
     Dropout,
     derive_key,
@@ -39,6 +41,23 @@ def test_a_short_draw_is_the_start_of_a_longer_one():
 def test_the_key_may_be_a_tensor():
     address = derive_key(3, "x")
     assert torch.equal(random_bits(address, 50), random_bits(torch.tensor(address), 50))
+
+
+def test_few_numbers_have_the_bits_of_many(monkeypatch):
+    """Numpy hashes few numbers, tensor operations many of them, those of several keys or under `vmap`."""
+    keys = torch.tensor([0, 5, (1 << 63) - 1, *(derive_key("few", i) for i in range(20))])
+    short = random_bits(keys[:, None], 100)
+    assert all(torch.equal(row, random_bits(int(key), 100)) for row, key in zip(short, keys))
+    assert torch.equal(short, vmap(lambda key: random_bits(key, 100))(keys))
+    monkeypatch.setattr(noise, "_hash_in_numpy", None)
+    assert torch.equal(short, random_bits(keys[:, None], 1 << 15)[:, :100])
+
+
+def test_a_compiler_hashes_few_numbers_too():
+    torch._dynamo.reset()
+    key = torch.tensor(derive_key("c"))
+    compiled = torch.compile(lambda key: random_bits(key, 100), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(key), random_bits(key, 100))
 
 
 def test_the_global_generator_is_neither_read_nor_changed():

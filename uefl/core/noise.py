@@ -10,16 +10,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from importlib.util import find_spec
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
 from uefl.core.device_copy import copy_without_waiting
+from uefl.core.tracing import is_traced
 
 HAS_TRITON = find_spec("triton") is not None  # installed with torch for CUDA, but not on every platform
 _MASK_31_BITS = 0x7FFFFFFF
 _CPU_BLOCK_SIZE = 1 << 17  # numbers hashed at once on a CPU; half a megabyte fits in a core's cache
+_NUMPY_SIZE = 1 << 15  # up to so many numbers, numpy is faster; torch hashes more of them in several threads
+
+Integers = TypeVar("Integers", Tensor, np.ndarray[Any, np.dtype[np.int32]])
 
 
 def derive_key(*address: int | float | str) -> int:
@@ -33,7 +39,7 @@ def _to_int32(value: int) -> int:
     return value - (1 << 32) if value & 0x80000000 else value
 
 
-def _scramble(h: Tensor) -> Tensor:
+def _scramble(h: Integers) -> Integers:
     """Hash 32-bit integers in place, with full avalanche; int32 products overflow as intended."""
     h ^= (h >> 16) & 0xFFFF
     h *= _to_int32(0x7FEB352D)
@@ -51,6 +57,8 @@ def random_bits(key: int | Tensor, n: int, device: torch.device | str = "cpu") -
 
         bits: Tensor = KeyHash.apply(key, n)  # type: ignore[no-untyped-call]
         return bits
+    if has_readable_value(key) and key.numel() * n <= _NUMPY_SIZE:
+        return _hash_in_numpy(key, n)
     low, high = (key & 0xFFFFFFFF).to(torch.int32), (key >> 32).to(torch.int32)
     counter = torch.arange(n, dtype=torch.int32, device=key.device)
     blocks = (
@@ -58,6 +66,18 @@ def random_bits(key: int | Tensor, n: int, device: torch.device | str = "cpu") -
     )
     hashes = [_scramble(_scramble(block ^ low) + high) for block in blocks]
     return torch.cat(hashes, -1) if len(hashes) > 1 else hashes[0]
+
+
+def _hash_in_numpy(key: Tensor, n: int) -> Tensor:
+    """Return the bits of few numbers, for which the calls of two dozen operations take longer than the hash."""
+    keys = key.numpy()
+    low, high = (keys & 0xFFFFFFFF).astype(np.int32), (keys >> 32).astype(np.int32)
+    return torch.from_numpy(_scramble(_scramble(np.arange(n, dtype=np.int32) ^ low) + high))
+
+
+def has_readable_value(key: Tensor) -> bool:
+    """Return whether a key is on the host, and neither a compiler nor `vmap` follows it."""
+    return key.device.type == "cpu" and not is_traced(key)
 
 
 def uniform(key: int | Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
