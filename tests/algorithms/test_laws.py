@@ -99,6 +99,23 @@ def test_dropout_draws_differ_between_seeds_silos_rounds_and_steps():
     assert len(set(noise_keys)) == len(noise_keys)
 
 
+def test_noise_keys_of_a_silo_are_announced_in_the_order_of_its_steps():
+    """Then dropout draws small masks of several steps at once."""
+    method, used, announced = FedAvg(**SHORT_RUN), [], []
+
+    def record_keys(layer, _inputs, _output):
+        used.append(layer.key.item())
+        if layer.step_keys not in announced:
+            announced.append(layer.step_keys)
+
+    clients = SerialEngine(make_striped_silos(), make_network(method))
+    clients.net.classifier[0].register_forward_hook(record_keys)
+    broadcast = method.make_broadcast(clients, method.initialize_server(clients))
+    list(clients.fit(method, broadcast, evaluate=False))
+    assert len(announced) == len(broadcast.participants)
+    assert used == [key for keys in announced for key in keys]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_result_does_not_depend_on_the_order_in_which_silos_are_given(name):
     method = make_law_method(name)

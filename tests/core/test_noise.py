@@ -6,11 +6,12 @@ Bounds on the statistics of draws are five to seven standard errors for the numb
 import pytest
 import torch
 from torch import nn
-from torch.func import vmap
+from torch.func import functional_call, vmap
 
 from uefl.core import noise
 from uefl.core.noise import (
     Dropout,
+    announce_noise_keys,
     derive_key,
     normal,
     permutation,
@@ -126,6 +127,53 @@ def test_dropout_has_its_rate_and_keeps_the_mean():
     y = layer(torch.ones(100_000))
     assert (y == 0).float().mean().item() == pytest.approx(0.3, abs=0.01)
     assert y.unique().tolist() == pytest.approx([0, 1 / 0.7])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dropout_under_vmap_has_the_bits_of_one_client_after_another(dtype):
+    layer, x = Dropout(0.3), torch.randn(3, 20, 7).to(dtype)
+    keys = torch.tensor([derive_key("client", i) for i in range(3)])
+    stacked = vmap(lambda key, x: functional_call(layer, {"key": key}, (x,)))(keys, x)
+    for key, one, expected in zip(keys, x, stacked):
+        set_noise_key([layer], int(key))
+        assert torch.equal(layer(one), expected)
+
+
+def test_dropout_has_the_gradient_of_its_mask():
+    layer, x = Dropout(0.3), torch.randn(5, 7, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.allclose(x.grad, (y != 0) / 0.7)
+
+
+def make_step_draws(layer, keys, sizes):
+    draws = []
+    for key, n in zip(keys, sizes):
+        set_noise_key([layer], key)
+        draws.append(layer(torch.ones(n, 4)))
+    return draws
+
+
+@pytest.mark.parametrize("sizes", [(9, 9, 9, 2), (2, 9, 9, 9), (9000, 9, 9000, 9)])
+def test_masks_of_announced_steps_equal_those_of_single_steps(sizes):
+    keys, unannounced = [derive_key("step", i) for i in range(4)], derive_key("other")
+    layer, single = (nn.Sequential(Dropout(0.5)) for _ in range(2))
+    announce_noise_keys(salt_noise_layers(layer), keys)
+    salt_noise_layers(single)
+    order, sizes = [*keys, unannounced, keys[1]], [*sizes, 9, sizes[1]]
+    for draw, expected in zip(make_step_draws(layer[0], order, sizes), make_step_draws(single[0], order, sizes)):
+        assert torch.equal(draw, expected)
+
+
+def test_masks_of_announced_steps_are_drawn_at_once_while_they_are_small(monkeypatch):
+    layer, keys, numbers_of_keys = Dropout(0.5), [derive_key("step", i) for i in range(8)], []
+    draw = noise.random_bits
+    monkeypatch.setattr(noise, "random_bits", lambda key, n: (numbers_of_keys.append(len(key)), draw(key, n))[1])
+    announce_noise_keys([layer], keys)
+    make_step_draws(layer, keys, [16] * 8)
+    assert numbers_of_keys == [8]
+    make_step_draws(layer, keys, [(1 << 13) // 3] * 8)  # 2¹⁵ numbers: three masks at once
+    assert numbers_of_keys == [8, 3, 3, 2]
 
 
 def test_dropout_in_evaluation_mode_is_the_identity():

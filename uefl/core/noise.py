@@ -25,6 +25,7 @@ _MASK_31_BITS = 0x7FFFFFFF
 _CPU_BLOCK_SIZE = 1 << 17  # numbers hashed at once on a CPU; half a megabyte fits in a core's cache
 _NUMPY_SIZE = 1 << 15  # up to so many numbers, numpy is faster; torch hashes more of them in several threads
 
+Key = TypeVar("Key", int, Tensor)
 Integers = TypeVar("Integers", Tensor, np.ndarray[Any, np.dtype[np.int32]])
 
 
@@ -133,9 +134,22 @@ class NoiseLayer(nn.Module):
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
         self.salt = 0  # distinguishes the layers of a network
         self.pass_key = 0  # distinguishes the passes over one batch
+        self.step_keys: Sequence[int] = ()  # keys that the engine will set, in this order
 
     def salted_key(self) -> Tensor:
-        return self.key ^ self.salt ^ self.pass_key
+        return self.salt_key(self.key)
+
+    def salt_key(self, key: Key) -> Key:
+        """Return a key of this layer and of its present pass."""
+        return key ^ self.salt ^ self.pass_key
+
+    def list_next_keys(self, max_keys: int) -> list[int]:
+        """Return the salted key of this step, and then those of the steps after it that the engine announced."""
+        key = int(self.key)
+        if key not in self.step_keys:
+            return [self.salt_key(key)]
+        first = self.step_keys.index(key)
+        return [self.salt_key(k) for k in self.step_keys[first : first + max(max_keys, 1)]]
 
 
 class Dropout(NoiseLayer):
@@ -144,13 +158,30 @@ class Dropout(NoiseLayer):
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
+        self._factors: dict[int, Tensor] = {}  # drawn in advance, by salted key
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        bits = random_bits(self.salted_key(), x.numel()) & _MASK_31_BITS
-        mask = (bits >= int(self.p * 2**31)).reshape(x.shape)
+        if has_readable_value(self.key) and x.dtype in (torch.float32, torch.float64):
+            return x * self._get_factors(x)  # the same bits with fewer operations, also in the backward pass
+        mask = self._draw_mask(self.salted_key(), x.numel()).reshape(x.shape)
         return (x * mask).mul_(1 / (1 - self.p))
+
+    def _draw_mask(self, key: Tensor, n: int) -> Tensor:
+        """Return which of n values are kept."""
+        return (random_bits(key, n) & _MASK_31_BITS) >= int(self.p * 2**31)
+
+    def _get_factors(self, x: Tensor) -> Tensor:
+        """Return mask / (1 − p), drawn at once for this step and the announced ones after it, if masks are small."""
+        key, n = self.salt_key(int(self.key)), x.numel()
+        factors = self._factors.get(key)
+        if factors is None or len(factors) < n or factors.dtype != x.dtype:
+            keys = self.list_next_keys(_NUMPY_SIZE // max(n, 1))
+            masks = self._draw_mask(torch.tensor(keys)[:, None], n)
+            drawn = dict(zip(keys, masks.to(x.dtype).mul_(1 / (1 - self.p))))
+            factors, self._factors = drawn[key], drawn if len(drawn) > 1 else {}
+        return factors[:n].view(x.shape)  # a short draw is the start of a longer one
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
@@ -184,6 +215,12 @@ def set_noise_key(layers: Sequence[NoiseLayer], value: int) -> None:
     """Set the key of the next draws of these layers."""
     for layer in layers:
         layer.key.fill_(value)
+
+
+def announce_noise_keys(layers: Sequence[NoiseLayer], values: Sequence[int]) -> None:
+    """Tell layers the keys of the next steps, in order, so that they can draw for several steps at once."""
+    for layer in layers:
+        layer.step_keys = values
 
 
 def iterate_passes(net: nn.Module, mc_samples: int) -> Iterator[int]:

@@ -35,7 +35,14 @@ from uefl.core.federation import (
     size_in_bytes,
 )
 from uefl.core.lazy_tensor import is_lazy, map_inputs
-from uefl.core.noise import NoiseLayer, derive_key, permutation, salt_noise_layers, set_noise_key
+from uefl.core.noise import (
+    NoiseLayer,
+    announce_noise_keys,
+    derive_key,
+    permutation,
+    salt_noise_layers,
+    set_noise_key,
+)
 from uefl.engines.optimizer import NamedOptimizer
 from uefl.engines.optimizer_state import (
     OPTIMIZER_CODEWORDS,
@@ -256,12 +263,16 @@ class SerialEngine:
         examples, step = self.public if phase.is_public else self._load_split(name, "train"), 0
         purpose = addresses.PUBLIC_STEP if phase.is_public else addresses.TRAINING_STEP
         num_examples = phase.count_examples(len(examples.y))
+        batch_slices = list(iterate_batch_slices(num_examples, method.local.batch_size))
+        num_steps = phase.epochs * len(batch_slices)
+        noise_keys = [self._derive_key(name, broadcast.round, step, purpose) for step in range(num_steps)]
+        announce_noise_keys(self._noise_layers, noise_keys)
         for epoch in range(phase.epochs):
             order = permutation(self._derive_order_key(phase, name, broadcast.round, epoch), num_examples, self.device)
-            for batch_slice in iterate_batch_slices(num_examples, method.local.batch_size):
+            for batch_slice in batch_slices:
                 indices = order[batch_slice]
                 x, y = examples.x[indices], examples.y[indices]
-                self._seed_noise(self._derive_key(name, broadcast.round, step, purpose))
+                self._seed_noise(noise_keys[step])
                 for update, optimizer in zip(phase.updates, optimizers):
                     with self._autocast():
                         loss = update.loss(model, Batch(x, y, step, epoch if update.per_epoch else 0))
