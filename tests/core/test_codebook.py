@@ -1,6 +1,7 @@
 """Nearest codeword, straight-through gradient, L_code and perplexity, compared with numbers computed by hand."""
 
 import math
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from uefl.core.codebook import (
     Codebook,
     bypass_quantization,
     count_codewords,
+    multiply_loss,
     perplexity,
     sum_by_codeword,
     to_tokens,
@@ -149,6 +151,57 @@ def test_learned_gate_starts_at_its_value_and_has_a_gradient_per_channel():
     # d/dlogit of g · c + (1 − g) · z is g (1 − g) (c − z)
     assert torch.allclose(codebook.gate_logits.grad, 0.75 * 0.25 * torch.tensor([0.2, 0.4]))
     assert torch.allclose(z.grad, torch.ones(1, 1, 2))
+
+
+class CountOperations(TorchDispatchMode):
+    """Count tensor operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"codeword_gradient": "task"}, {"gate": "fixed", "gate_value": 0.1}])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_features_without_gradient_train_codewords_alike_with_one_distance(reduction, options):
+    torch.manual_seed(0)
+    codebook, z = Codebook(6, 2, 5, reduction, **options), torch.randn(7, 3, 6)
+    results = []
+    for features in (z, z.clone().requires_grad_()):
+        with CountOperations() as operations:
+            quantized = codebook(features)
+        loss = quantized.z.square().sum() + 0.3 * quantized.commitment_loss + quantized.codebook_loss
+        (gradient,) = torch.autograd.grad(loss, [codebook.codewords])
+        results.append((*quantized, gradient))
+        assert operations.counts["mse_loss"] == (2 if features.requires_grad else 1)
+    for constant, trained in zip(*results):
+        assert torch.equal(constant, trained)
+    assert not results[0][2].requires_grad
+
+
+def test_features_under_vmap_keep_their_gradient():
+    """There, tensors do not tell that they have one."""
+    torch.manual_seed(0)
+    codebook, z = Codebook(6, 2, 5, codeword_gradient="task"), torch.randn(4, 7, 3, 6, requires_grad=True)
+
+    def loss(z):
+        quantized = codebook(z)
+        return quantized.z.sum() + quantized.commitment_loss
+
+    (stacked,) = torch.autograd.grad(vmap(loss)(z).sum(), [z])
+    (single,) = torch.autograd.grad(torch.stack([loss(one) for one in z]).sum(), [z])
+    assert torch.allclose(stacked, single)
+    assert stacked.abs().min() > 0
+
+
+def test_a_loss_times_one_is_the_loss_itself():
+    loss = torch.tensor(3.0)
+    assert multiply_loss(1.0, loss) is loss
+    assert multiply_loss(2.0, loss) == 6
 
 
 def test_only_used_codewords_have_a_gradient():

@@ -39,7 +39,7 @@ from uefl.algorithms.round_record import record_decision, record_kmeans_time, re
 from uefl.algorithms.target_access import TargetAccess, evaluate_targets
 from uefl.algorithms.uncertainty_report import UncertaintyTest, compute_squared_error, report_uncertain_silos
 from uefl.core import noise_addresses as addresses
-from uefl.core.codebook import CodewordGradient, Gate
+from uefl.core.codebook import CodewordGradient, Gate, multiply_loss
 from uefl.core.codebook_size import CodebookSize, choose_codebook_size
 from uefl.core.errors import InputError
 from uefl.core.federation import Clients, ClientTask, Evaluations, ServerState, Silo, TaskParts, is_codeword_tensor
@@ -196,8 +196,8 @@ class ExtensibleCodebook(CodebookHooks):
 
     def loss(self, prediction: Prediction | QuantizedFeatures) -> Tensor:
         """Return L_code = commitment_weight · ‖sg(c) − z‖² + codebook_loss_weight · ‖c − sg(z)‖² (Eq. 5)."""
-        commitment_loss, codebook_loss = prediction.commitment_loss, prediction.codebook_loss
-        return self.commitment_weight * commitment_loss + self.codebook_loss_weight * codebook_loss
+        commitment_loss = multiply_loss(self.commitment_weight, prediction.commitment_loss)
+        return commitment_loss + multiply_loss(self.codebook_loss_weight, prediction.codebook_loss)
 
     @property
     def code_loss_weight(self) -> float:

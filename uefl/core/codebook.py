@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uefl.core.errors import InputError
+from uefl.core.tracing import is_traced
 
 CodewordGradient = Literal["code", "task"]
 Gate = Literal["none", "fixed", "learned"]
@@ -89,10 +90,9 @@ class Codebook(nn.Module):
     def find_nearest(self, segments: Tensor) -> Tensor:
         """Return the index of the nearest codeword, by squared Euclidean distance, of each row of [N,D]."""
         # |z−c|² = |z|² − 2 z·c + |c|², and |z|² does not change the order. Half precision would confuse near codewords.
+        codewords = self.codewords.detach()
         with torch.autocast(segments.device.type, enabled=False):
-            distance = torch.addmm(
-                self.codewords.square().sum(1), segments.to(self.codewords.dtype), self.codewords.t(), alpha=-2
-            )
+            distance = torch.addmm(codewords.square().sum(1), segments.to(codewords.dtype), codewords.t(), alpha=-2)
         return distance.argmin(1)
 
     def look_up(self, indices: Tensor) -> Tensor:
@@ -105,10 +105,16 @@ class Codebook(nn.Module):
     def forward(self, z: Tensor) -> QuantizedFeatures:
         if self.codewords.shape[0] == 0:
             return bypass_quantization(z)
-        indices = self.find_nearest(self.split_segments(z).detach())  # i = argmin_j ‖z − c_j‖ (Eq. 4)
+        features = z.detach()
+        indices = self.find_nearest(self.split_segments(features))  # i = argmin_j ‖z − c_j‖ (Eq. 4)
         codewords = self.look_up(indices).reshape(z.shape)
-        commitment_loss = self.scale * F.mse_loss(z, codewords.detach())  # both terms of L_code (Eq. 5)
-        codebook_loss = self.scale * F.mse_loss(codewords, z.detach())
+        # Both terms of L_code (Eq. 5). They have the same value, and the first has no gradient if features have none.
+        codebook_loss = multiply_loss(self.scale, mean_squared_distance(codewords, features))
+        commitment_loss = (
+            codebook_loss.detach()
+            if is_constant(z)
+            else multiply_loss(self.scale, mean_squared_distance(z, codewords.detach()))
+        )
         indices = indices.reshape(*z.shape[:-1], self.segments)
         output = self.apply_gate(z, self.pass_gradient(z, codewords))
         return QuantizedFeatures(output, indices, commitment_loss, codebook_loss)
@@ -116,7 +122,7 @@ class Codebook(nn.Module):
     def pass_gradient(self, z: Tensor, codewords: Tensor) -> Tensor:
         """Return the codewords with the gradient of the task: to the features alone, or to the codewords too."""
         if self.codeword_gradient == "task":
-            return codewords + (z - z.detach())
+            return codewords if is_constant(z) else codewords + (z - z.detach())
         return z + (codewords - z).detach()
 
     def apply_gate(self, z: Tensor, codewords: Tensor) -> Tensor:
@@ -125,6 +131,22 @@ class Codebook(nn.Module):
             return codewords
         g = torch.sigmoid(self.gate_logits) if self.gate == "learned" else self.gate_value
         return g * codewords + (1 - g) * z
+
+
+def is_constant(z: Tensor) -> bool:
+    """Return whether features have no gradient, such as the columns of a table without an encoder."""
+    return not is_traced(z) and not z.requires_grad
+
+
+def multiply_loss(weight: float, loss: Tensor) -> Tensor:
+    """Return weight · loss; with few examples, a product with 1 would take as long as any other operation."""
+    return loss if weight == 1 else weight * loss
+
+
+def mean_squared_distance(a: Tensor, b: Tensor) -> Tensor:
+    """Return `F.mse_loss` of tensors of one shape, without its three operations that broadcast them."""
+    distance: Tensor = torch.ops.aten.mse_loss.default(a, b)
+    return distance
 
 
 class CompiledLookup(torch.autograd.Function):
