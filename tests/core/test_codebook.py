@@ -45,6 +45,20 @@ def test_nearest_codeword_has_the_least_euclidean_distance():
     assert torch.equal(codebook(z).codeword_indices.reshape(-1), expected)
 
 
+def test_nearest_codeword_is_found_in_full_precision():
+    """Half precision would choose another codeword for 40 of these 1400 segments."""
+    torch.manual_seed(0)
+    codebook, z = Codebook(8, 2, 500), torch.randn(100, 7, 8)
+    expected = codebook(z).codeword_indices
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(codebook(z).codeword_indices, expected)
+
+
+def test_codebook_enters_no_autocast_context_without_need(monkeypatch):
+    monkeypatch.setattr(torch, "autocast", None)
+    assert make_codebook(TWO_CODEWORDS)(torch.tensor([[[0.9, 0.8]]])).codeword_indices.item() == 1
+
+
 def test_all_segments_share_one_codebook():
     """Both halves of a token use the same codeword, and its gradient is the sum over both."""
     codebook = make_codebook(TWO_CODEWORDS, segments=2, num_features=4)

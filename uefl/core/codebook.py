@@ -9,6 +9,7 @@ Legend: B images, l tokens per image, d channels, s segments, N = B·l·s, D = d
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ class Codebook(nn.Module):
         """Return the index of the nearest codeword, by squared Euclidean distance, of each row of [N,D]."""
         # |z−c|² = |z|² − 2 z·c + |c|², and |z|² does not change the order. Half precision would confuse near codewords.
         codewords = self.codewords.detach()
-        with torch.autocast(segments.device.type, enabled=False):
+        with full_precision(segments.device.type):
             distance = torch.addmm(codewords.square().sum(1), segments.to(codewords.dtype), codewords.t(), alpha=-2)
         return distance.argmin(1)
 
@@ -131,6 +132,11 @@ class Codebook(nn.Module):
             return codewords
         g = torch.sigmoid(self.gate_logits) if self.gate == "learned" else self.gate_value
         return g * codewords + (1 - g) * z
+
+
+def full_precision(device_type: str) -> AbstractContextManager[object]:
+    """Return a context without autocast; entering torch's own takes as long as five operations on few examples."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def is_constant(z: Tensor) -> bool:
