@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -371,3 +371,12 @@ def drop_seconds(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {name: drop_seconds(inner) for name, inner in value.items() if "seconds" not in name}
+
+
+def read_change_times(folder: Path, pattern: str) -> dict[Path, int]:
+    """Return when files last changed; one that another process is just replacing is left out."""
+    times = {}
+    for path in folder.glob(pattern):
+        with suppress(FileNotFoundError):
+            times[path] = path.stat().st_mtime_ns
+    return times

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import TINY_SETTINGS, call_with_mistake, drop_seconds
+from harness import TINY_SETTINGS, call_with_mistake, drop_seconds, read_change_times
 
 from uefl.core.errors import InputError
 from uefl.experiment.parsing import parse_experiments
@@ -52,11 +52,11 @@ def stop_after_a_round(out: Path, number: int) -> int:
 
 def stop_process(process: subprocess.Popen[bytes], out: Path, number: int) -> int:
     """Send a signal to the process after its next checkpoint, and wait until it and its workers have ended."""
-    before = {path: path.stat().st_mtime_ns for path in out.glob(f"*/{RunFolder.CHECKPOINT_FILE}")}
+    pattern = f"*/{RunFolder.CHECKPOINT_FILE}"
+    before = read_change_times(out, pattern)
 
     def has_new_checkpoint() -> bool:
-        paths = list(out.glob(f"*/{RunFolder.CHECKPOINT_FILE}"))
-        return process.poll() is not None or any(before.get(p) != p.stat().st_mtime_ns for p in paths)
+        return process.poll() is not None or bool(read_change_times(out, pattern).items() - before.items())
 
     wait_for(has_new_checkpoint, "a checkpoint")
     workers = list_children(process.pid)

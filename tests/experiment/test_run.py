@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SHORT_RUN, SMALL_CODEBOOK, TINY_SETTINGS, drop_seconds, have_equal_bits, make_clients
+from harness import (
+    SHORT_RUN,
+    SMALL_CODEBOOK,
+    TINY_SETTINGS,
+    drop_seconds,
+    have_equal_bits,
+    make_clients,
+    read_change_times,
+)
 
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
@@ -51,9 +59,9 @@ def finish_run(out: Path) -> Path:
 def kill_run(out: Path, file_name: str) -> None:
     """Start the run and kill it with SIGKILL once a file has changed: while it is written, or a little later."""
     process = start_run(out)
-    before = {f: f.stat().st_mtime_ns for f in out.glob(f"*/{file_name}")}
+    before = read_change_times(out, f"*/{file_name}")
     while process.poll() is None:
-        if any(before.get(f) != f.stat().st_mtime_ns for f in out.glob(f"*/{file_name}")):
+        if read_change_times(out, f"*/{file_name}").items() - before.items():
             break
         time.sleep(0.002)
     process.kill()  # no error if the run has just ended
