@@ -91,7 +91,7 @@ def test_graphs_are_freed_while_no_other_thread_captures() -> None:
             freed_alone.append(CAPTURE_LOCK.excludes_captures)
 
     freed_alone: list[bool] = []
-    stack = ClientStack(("ada",), {"weight": torch.zeros(1, 3)}, {}, {}, {}, {}, {}, {})
+    stack = ClientStack(("ada",), {"weight": torch.zeros(1, 3)}, {}, {}, {}, {}, {}, {}, {})
     updates = [[Update(lambda *_: torch.zeros(()))] for _ in range(2)]  # of two functions
     buffers = DeviceBuffers(stack, ["weight"], LocalTraining(), updates[0])
     buffers.captured_steps["first"] = Graph()  # type: ignore[assignment]

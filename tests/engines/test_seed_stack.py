@@ -19,6 +19,7 @@ from harness import (
     SMALL_CODEBOOK,
     have_equal_bits,
     make_network,
+    make_public_images,
     make_short_method,
     make_striped_silo,
     run_rounds,
@@ -54,9 +55,10 @@ METHODS_TO_STACK: dict[str, FedAvg] = {
 
 
 def make_silos(seed: int) -> list[Silo]:
-    """Return silos whose sizes and examples differ by seed."""
+    """Return silos whose sizes, examples and public images differ by seed."""
     sizes = {"ada": 20 + seed, "bob": 25, "cyd": 18, "dan": 28 - seed}
-    return [make_striped_silo(n, k, 10 * i + 100 * seed, rotated=i > 1) for i, (n, k) in enumerate(sizes.items())]
+    silos = [make_striped_silo(n, k, 10 * i + 100 * seed, rotated=i > 1) for i, (n, k) in enumerate(sizes.items())]
+    return [replace(silo, public=make_public_images().roll(seed, 0) * (1 + seed / 10)) for silo in silos]
 
 
 def make_net(method: FedAvg, seed: int) -> Any:

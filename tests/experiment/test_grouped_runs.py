@@ -17,7 +17,7 @@ from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK
 
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import ResumableError
-from uefl.engines.stacked.seed_stack import SeedStack, SharedLocks
+from uefl.engines.stacked.seed_stack import SeedStack, SeedStackEngine, SharedLocks
 from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment import device_memory, grouped_runs
 from uefl.experiment.checkpoint import read_round
@@ -259,6 +259,28 @@ def test_a_run_that_never_fits_into_memory_ends_with_the_error_of_the_device(
     runs = dict(list(experiments.items())[:num_runs])
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):  # one line of the command line
         run_group(runs, tmp_path, engine="stacked", on_event=ignore)
+
+
+def test_seeds_with_their_own_public_images_end_in_one_stack_as_alone(tmp_path, monkeypatch):
+    sizes, words = [], ["fccl", *TINY_SETTINGS_NO_CODEBOOK, "public_images=30", "precision=float64"]
+    make_engine = SeedStackEngine.__init__
+
+    def count_seeds(engine: SeedStackEngine, members: Sequence[Any], *args: Any, **settings: Any) -> None:
+        sizes.append(len(members))
+        make_engine(engine, members, *args, **settings)
+
+    monkeypatch.setattr(SeedStackEngine, "__init__", count_seeds)
+    runs = {}
+    for seed in (3, 4):
+        (runs[f"seed {seed}"],) = parse_experiments([*words, f"seed={seed}"], [], "default").values()
+    public = [run_.data.load(run_.seed)[0][0].public for run_ in runs.values()]
+    assert not torch.equal(*public)
+    folders = run_group(runs, tmp_path / "stack", engine="stacked", on_event=ignore)
+    assert sizes == [2]
+    for name, folder in folders.items():
+        alone = run(runs[name], tmp_path / "alone", engine="serial")
+        pairs = zip(read_accuracies(folder), read_accuracies(alone), strict=True)
+        assert all(math.isclose(one, other, rel_tol=1e-7) for one, other in pairs)
 
 
 def test_runs_of_a_group_differ_in_their_seed_alone(experiments):

@@ -88,7 +88,7 @@ class SerialEngine:
         sorted_silos = sorted(silos, key=lambda silo: silo.name)  # results do not depend on the given order
         self.silos = {silo.name: self._move_to_device(silo) for silo in sorted_silos}
         self.num_examples: Mapping[str, int] = {silo.name: len(silo.train.y) for silo in sorted_silos}
-        self.public = self._move_examples(collect_public_examples(sorted_silos))
+        self.public = self._move_examples(self._collect_public_examples(sorted_silos))
         self.net = copy_to_device(net, self.device, dtype)
         self.initial_tensors = {name: t.clone() for name, t in self.net.state_dict().items()}
         self.client_states: dict[str, Tensors] = {}  # by silo; part of the checkpoint
@@ -198,8 +198,16 @@ class SerialEngine:
             # In the network's memory layout, unless the silo starts with other values.
             received_state={n: t.to(network_tensors[n], copy=True) for n, t in received.items()},
             client_state={n: t for n, t in client_state.items() if n not in local_tensors},
-            public_images=self.public.x,
+            public_images=self._get_public_examples(name).x,
         )
+
+    def _collect_public_examples(self, silos: Sequence[Silo]) -> Examples:
+        return collect_public_examples(silos)
+
+    def _get_public_examples(self, name: str) -> Examples:
+        """Return the public images of this silo's federation."""
+        del name
+        return self.public
 
     def _get_initial_tensors(self, name: str) -> Tensors:
         """Return the network's tensors before the first round, as this silo knows them."""
@@ -260,7 +268,7 @@ class SerialEngine:
         optimizers: Sequence[NamedOptimizer],
     ) -> int:
         """Run one phase of the local training and return its number of steps on training examples."""
-        examples, step = self.public if phase.is_public else self._load_split(name, "train"), 0
+        examples, step = self._get_public_examples(name) if phase.is_public else self._load_split(name, "train"), 0
         purpose = addresses.PUBLIC_STEP if phase.is_public else addresses.TRAINING_STEP
         num_examples = phase.count_examples(len(examples.y))
         batch_slices = list(iterate_batch_slices(num_examples, method.local.batch_size))

@@ -63,8 +63,7 @@ def run_group(
     Each run is found finished, resumed or started, as if it ran alone; then all run in one stack.
     """
     names = list(experiments)
-    has_public = bool(experiments[names[0]].data.public_images)  # a seed draws its own, and a stack has one set
-    if len(names) > 1 and not has_public and (device.startswith("cuda") or engine == "stacked"):
+    if len(names) > 1 and (device.startswith("cuda") or engine == "stacked"):
         on_event(names[0], {"kind": "load", "data": experiments[names[0]].data.name})
         images = experiments[names[0]].data.read_images()
         prepare = partial(prepare_run, device=device, images=images)

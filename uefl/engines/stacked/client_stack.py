@@ -11,6 +11,8 @@ from torch import Tensor
 from uefl.core.aggregate import PackedTensors, group_by_type
 from uefl.core.federation import Tensors, is_codeword_tensor, size_in_bytes
 
+PUBLIC_SET = "number"  # name of the only tensor in `public_set`, of shape [1]
+
 
 class ReceivedClient(NamedTuple):
     """What one silo has when its round begins. Silos of one server refer to the same tensors of the broadcast."""
@@ -21,6 +23,7 @@ class ReceivedClient(NamedTuple):
     client_state: Tensors  # beside the network's tensors
     received: Tensors  # of the broadcast, without codewords
     extras: Tensors  # of the broadcast
+    public_set: Tensors  # the number of its set of public images, if seeds have different ones
 
     def shapes(self) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
         """Return the shapes in which silos may differ; a stack needs equal ones.
@@ -42,6 +45,7 @@ class ClientStack(NamedTuple):
     client_state: Tensors  # beside the network's tensors, stacked
     client_extras: Tensors  # of the broadcast, stacked, if silos have several servers
     shared_extras: Tensors  # of the broadcast, equal for all silos
+    public_set: Tensors  # numbers of sets of public images, stacked, if seeds have different ones
 
     def select(self, rows: slice | list[int]) -> ClientStack:
         """Return some of the silos; a slice gives views."""
@@ -56,6 +60,7 @@ class ClientStack(NamedTuple):
             client_received=select_rows(self.client_received),
             client_state=select_rows(self.client_state),
             client_extras=select_rows(self.client_extras),
+            public_set=select_rows(self.public_set),
         )
 
     def received_bytes(self) -> int:
@@ -78,6 +83,7 @@ def stack_clients(clients: Sequence[ReceivedClient], *, one_server: bool) -> Cli
         client_state=stack_tensors([client.client_state for client in clients]),
         client_extras={} if one_server else stack_tensors([client.extras for client in clients]),
         shared_extras=clients[0].extras if one_server else {},
+        public_set=stack_tensors([client.public_set for client in clients]),
     )
 
 

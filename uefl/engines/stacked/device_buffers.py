@@ -37,6 +37,7 @@ class DeviceBuffers:
             client_state=allocate_like(client_state),
             client_extras=allocate_like(stack.client_extras),
             shared_extras=allocate_like(stack.shared_extras),
+            public_set=allocate_like(stack.public_set),
         )
         self.updates, self.reset_optimizer = updates, local.reset_optimizer
         self.optimizers = []
@@ -60,6 +61,7 @@ class DeviceBuffers:
         copy_tensors(self.stack.client_state, stack.client_state)
         copy_tensors(self.stack.client_extras, stack.client_extras)
         copy_tensors(self.stack.shared_extras, stack.shared_extras)
+        copy_tensors(self.stack.public_set, stack.public_set)
         self.lr.fill_(lr)
         for i, optimizer in enumerate(self.optimizers):
             optimizer.reset()

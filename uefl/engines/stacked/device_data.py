@@ -9,15 +9,18 @@ from torch import Tensor
 
 from uefl.core.federation import SPLITS, Examples, Silo
 
-PUBLIC = "public"  # beside the splits: the images that all silos share
+PUBLIC = "public"  # beside the splits: the images that all silos of a federation share
 
 
 class DeviceData:
-    """Concatenate the examples of all silos per split, images with channels last; public images are stored once."""
+    """Concatenate the examples of all silos per split, images with channels last; public images are stored once.
 
-    def __init__(self, silos: Mapping[str, Silo], public: Examples) -> None:
+    `public_offsets` has by silo the index of its first public image: the silos of a seed share a set of them.
+    """
+
+    def __init__(self, silos: Mapping[str, Silo], public: Examples, public_offsets: Mapping[str, int]) -> None:
         self._examples: dict[str, Examples] = {PUBLIC: Examples(move_channels_last(public.x), public.y)}
-        self._offsets: dict[str, dict[str, int]] = {PUBLIC: dict.fromkeys(silos, 0)}
+        self._offsets: dict[str, dict[str, int]] = {PUBLIC: dict(public_offsets)}
         for split in SPLITS:
             by_silo = {name: silo.examples(split) for name, silo in silos.items()}
             x = torch.cat([move_channels_last(e.x) for e in by_silo.values()])

@@ -17,9 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from uefl.core.federation import Broadcast, Method, Reply, Silo, Split, Tensors
+from uefl.core.federation import Broadcast, Examples, Method, Reply, Silo, Split, Tensors
 from uefl.core.noise import derive_key
-from uefl.engines.serial import collect_personal_tensors, copy_into_network, copy_to_device
+from uefl.engines.serial import (
+    collect_personal_tensors,
+    collect_public_examples,
+    copy_into_network,
+    copy_to_device,
+)
 from uefl.engines.stacked.capture_lock import CAPTURE_LOCK
 from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.stacked_engine import StackedEngine
@@ -302,6 +307,8 @@ class SeedStackEngine(StackedEngine):
         silos = [replace(silo, name=self._label(m, silo.name)) for m in members for silo in m.silos]
         self._methods: list[Method] = []  # of all seeds; equal ones once
         self._stateless: list[Method] = []  # methods whose clients have no state
+        self._public_sets = {m: i for i, m in enumerate(members)}  # number of its set of public images
+        self._num_public_sets = len(members)
         super().__init__(silos, members[0].net, **settings)
 
     def answer(self, requests: Mapping[SeedClients, Request]) -> dict[SeedClients, list[Reply]]:
@@ -345,6 +352,19 @@ class SeedStackEngine(StackedEngine):
         # Torch's generators are those of all stacks. In this order: who has the second lock never waits for the first.
         with self._turn, CAPTURE_LOCK.work(), super()._fork_rng():
             yield
+
+    def _collect_public_examples(self, silos: Sequence[Silo]) -> Examples:
+        """Concatenate the public images of all seeds; all have equally many."""
+        del silos
+        sets = [collect_public_examples(member.silos) for member in self._public_sets]
+        return Examples(*map(torch.cat, zip(*sets)))
+
+    def _get_public_set(self, name: str) -> int:
+        return self._public_sets[self._owners[name][0]]
+
+    def _get_public_examples(self, name: str) -> Examples:
+        rows = slice(self._get_public_set(name) * self._num_public, (self._get_public_set(name) + 1) * self._num_public)
+        return Examples(self.public.x[rows], self.public.y[rows])
 
     def _get_initial_tensors(self, name: str) -> Tensors:
         return self._owners[name][0].initial_tensors

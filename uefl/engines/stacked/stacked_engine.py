@@ -49,6 +49,7 @@ from uefl.engines.optimizer_state import OPTIMIZER_CODEWORDS, drop_stale_optimiz
 from uefl.engines.serial import SerialEngine, has_torch_dropout, to_channels_last
 from uefl.engines.stacked.capture_lock import CAPTURE_LOCK
 from uefl.engines.stacked.client_stack import (
+    PUBLIC_SET,
     BatchSums,
     ClientStack,
     ReceivedClient,
@@ -69,6 +70,8 @@ from uefl.engines.stacked.two_part_tasks import complete_answers
 
 class StackedEngine(SerialEngine):
     """Run clients in this process, several at a time, but at most `max_stack_size`; 0 sets the limit by memory."""
+
+    _num_public_sets = 1  # sets of public images in `public`, of equal size: one for each federation
 
     def __init__(
         self,
@@ -92,7 +95,12 @@ class StackedEngine(SerialEngine):
         self.max_stack_size = max_stack_size
         # A captured graph reads from one place, but the examples of lazy silos are loaded anew for every stack.
         self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda" and not self._is_lazy
-        self._mapper = SiloMapper(self.net, self.public.x, self.matmul_precision)
+        public_sets = self.public.x.view(self._num_public_sets, self._num_public, *self.public.x.shape[1:])
+        has_sets = self._num_public and self._num_public_sets > 1
+        self._public_set_numbers = [
+            {PUBLIC_SET: self._to_device([i])} if has_sets else {} for i in range(self._num_public_sets)
+        ]
+        self._mapper = SiloMapper(self.net, public_sets, self.matmul_precision)
         self._trainable_names = self._mapper.trainable_names
         x = next(iter(self.silos.values())).test.x
         self._activations = count_activations(self.net, x.shape[1:], x.dtype)
@@ -252,11 +260,23 @@ class StackedEngine(SerialEngine):
             del stack  # frees its memory, as leaving the handler above freed that of the failed step
             self._split_stacks(too_large)
 
+    @property
+    def _num_public(self) -> int:
+        """Return the number of public images of a federation."""
+        return len(self.public.y) // self._num_public_sets
+
+    def _get_public_set(self, name: str) -> int:
+        """Return the number of the set of public images that this silo reads."""
+        del name
+        return 0
+
     def _load_stack(self, silo_names: Sequence[str]) -> None:
         """Put the examples of these silos on the device."""
         splits: dict[str, dict[str, Any]]
         splits = {name: {split: self._load_split(name, split) for split in SPLITS} for name in silo_names}
-        self._data = DeviceData({name: replace(self.silos[name], **own) for name, own in splits.items()}, self.public)
+        silos = {name: replace(self.silos[name], **own) for name, own in splits.items()}
+        public_offsets = {name: self._num_public * self._get_public_set(name) for name in silos}
+        self._data = DeviceData(silos, self.public, public_offsets)
 
     def _split_stacks(self, too_large: int) -> None:
         """Halve the stacks after one of this size did not fit into the device's memory."""
@@ -319,7 +339,9 @@ class StackedEngine(SerialEngine):
             initialized = method.initialize_client(initial_tensors, received, stored)
             local_tensors = initialized | {n: stored.get(n, initial_tensors[n]) for n in local_names}
             client_state = {n: t for n, t in stored.items() if n not in local_tensors}
-            clients.append(ReceivedClient(name, codewords, local_tensors, client_state, received, extras))
+            public_set = self._public_set_numbers[self._get_public_set(name)]
+            parts = (codewords, local_tensors, client_state, received, extras, public_set)
+            clients.append(ReceivedClient(name, *parts))
         return clients
 
     def _move_tensor(self, tensor: Tensor) -> Tensor:
@@ -356,7 +378,7 @@ class StackedEngine(SerialEngine):
         """Run one phase of the local training, whose updates are these of the buffers."""
         names, split = buffers.stack.silo_names, PUBLIC if phase.is_public else "train"
         purpose = addresses.PUBLIC_STEP if phase.is_public else addresses.TRAINING_STEP
-        num_examples = [len(self.public.y) if phase.is_public else len(self.silos[name].train.y) for name in names]
+        num_examples = [self._num_public if phase.is_public else len(self.silos[name].train.y) for name in names]
         sizes = list(map(phase.count_examples, num_examples))
         batch_slices = [list(iterate_batch_slices(n, method.local.batch_size)) for n in sizes]
         positions = range(len(batch_slices[0]))
