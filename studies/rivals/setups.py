@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from studies.rivals.color_setups import COLOR_SETUPS
-from studies.rivals.equal_trials import make_equal_rows
+from studies.rivals.equal_trials import make_equal_rows, make_further_rows
 from studies.rivals.hospital_setups import HOSPITALS, HOSPITALS_AGAIN
 from studies.rivals.trials import (
     FEDAVG,
@@ -202,6 +202,18 @@ SETUPS: Mapping[str, Setup] = {
         also_tried_in=("rotated", "rotated-again"),
         search={},
         seeds=tuple(range(130, 140)),
+        receivers=(),
+        ablations=NO_CODEWORDS,
+    ),
+    "rotated-sixteen": replace(
+        ROTATED,
+        title="MNIST, nine silos, fourth table: sixteen trials for every method, the present rule for alike silos, "
+        "other fresh seeds",
+        schedules=(Schedule(schedule="cosine", lr=0.003),),  # chosen in the first table
+        rows=make_further_rows(GROUP_TRIALS),
+        also_tried_in=("rotated", "rotated-again", "rotated-equal"),
+        search={},
+        seeds=tuple(range(170, 180)),
         receivers=(),
         ablations=NO_CODEWORDS,
     ),
