@@ -81,7 +81,6 @@ def render_page(
     if half_precision:
         table = render_precision_table(run_records, choose_versions(half_precision))
         parts += ["## In half precision", notes.get("half precision", ""), table]
-        parts += [notes.get("quality of uncertainty", ""), render_quality_table(choose_versions(half_precision))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -221,7 +220,7 @@ def _format_results(
         _format_mean_std([100 * a for a in accuracy.values()], 2) + format_incomplete(seeds),
         "" if runs == fedavg_runs else _format_mean_std(gains, 2, sign=True),
         _format_mean_std(list(entropy.values()), 3),
-        *(_format_mean_std(values, 3) for values in others),
+        *(_format_mean_std(values, QUALITY_DIGITS[label]) for label, values in zip(quality, others)),
     ]
 
 
@@ -349,25 +348,3 @@ def render_precision_table(run_records: Sequence[RunRecord], half_precision: Seq
 
 def _read_accuracies(name: str, runs: Mapping[int, RunRecord]) -> list[float]:
     return [100 * runs[seed][SETUPS[name].summary_level]["mA"] for seed in SEEDS]
-
-
-def render_quality_table(half_precision: Sequence[RunRecord]) -> str:
-    """Render the quality of uncertainty of every row whose records in bfloat16 have it."""
-    head = ["setup", "method", "mA, %", "NLL", "NLL − FedAvg's", *list(QUALITY_DIGITS)[1:]]
-    rows = [head, ["---"] * len(head)]
-    for name in SETUPS:
-        level, fedavg_runs = SETUPS[name].summary_level, find_runs(name, FEDAVG, half_precision, "bf16")
-        for method in SETUPS[name].methods:
-            runs = find_runs(name, method, half_precision, "bf16")
-            seeds = find_common_seeds(runs, fedavg_runs)
-            summaries = [runs[seed][level] for seed in seeds]
-            if len(seeds) < 2 or not all(set(QUALITY_METRICS) <= set(summary) for summary in summaries):
-                continue
-            gains = [runs[seed][level]["NLL"] - fedavg_runs[seed][level]["NLL"] for seed in seeds]
-            nll, *others = (
-                _format_mean_std([s[label] for s in summaries], digits) for label, digits in QUALITY_DIGITS.items()
-            )
-            accuracy = _format_mean_std([100 * s["mA"] for s in summaries], 2) + format_incomplete(seeds)
-            difference = "" if method == FEDAVG else _format_mean_std(gains, 3, sign=True)
-            rows.append([f"`{name}`", method, accuracy, nll, difference, *others])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) if len(rows) > 2 else ""
