@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -40,26 +40,56 @@ PRIMARY = "<!-- primary comparisons -->"  # its place in the notes
 
 def render_page(files: Files) -> str:
     """Render the whole page."""
-    frozen, parts = read_frozen(files.frozen), list[str]()
+    frozen, search = read_frozen(files.frozen), read_records(files.search)
     trials, results = read_records(files.trials), read_records(files.results)
-    tables = {}
+    tables = {name: rows for name in SETUPS if (rows := find_rows(name, frozen, trials, results))}
+    counting = {name: rows for name, rows in tables.items() if not SETUPS[name].superseded}
+    superseded = {name: rows for name, rows in tables.items() if SETUPS[name].superseded}
+    parts = [NOTES.read_text().strip().replace(PRIMARY, render_primary(counting))]
     for name, setup in SETUPS.items():
-        if rows := find_rows(name, frozen, trials, results):
-            tables[name] = rows
-            parts += [f"## {setup.title}", describe_choice(name, frozen), describe_starts(rows)]
-            parts += [render_table(setup, rows)]
-            parts += [render_domains(setup, rows), render_aurocs(setup, rows)]
-            parts += [render_costs(name, rows, read_records(files.times))]
-            parts += [render_receivers(name, get_choice(name, files), trials, results)]
-            parts += [render_ablations(name, get_choice(name, files), results)]
-        elif scores := find_trial_scores(name, trials):
+        if name in counting:
+            parts += render_section(name, counting[name], files, trials, results)
+        elif name not in tables and (scores := find_trial_scores(name, trials)):
             accuracies = find_trial_scores(name, trials, "validation_accuracy")
             parts += [f"## {setup.title}: trials only", describe_trials(scores, accuracies)]
-    parts.insert(0, NOTES.read_text().strip().replace(PRIMARY, render_primary(tables)))
+    if superseded:
+        parts += ["## Superseded tables", describe_superseded(superseded), render_primary(superseded)]
+    for name, rows in superseded.items():
+        parts += render_section(name, rows, files, trials, results)
     for name, setup in SETUPS.items():
-        if scores := find_trial_scores(name, read_records(files.search)):
+        if scores := find_trial_scores(name, search):
             parts += [f"## {setup.title}: the search for UEFL's settings", describe_search(scores)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_section(
+    name: str,
+    rows: Mapping[str, Mapping[Part, RunRecord]],
+    files: Files,
+    trials: Sequence[RunRecord],
+    results: Sequence[RunRecord],
+) -> list[str]:
+    """Render the table of one setup, what was chosen for it, and its further tables."""
+    setup, choice = SETUPS[name], get_choice(name, files)
+    return [
+        f"## {setup.title}",
+        describe_choice(name, read_frozen(files.frozen)),
+        describe_starts(rows),
+        render_table(setup, rows),
+        render_domains(setup, rows),
+        render_aurocs(setup, rows),
+        render_costs(name, rows, read_records(files.times)),
+        render_receivers(name, choice, trials, results),
+        render_ablations(name, choice, results),
+    ]
+
+
+def describe_superseded(names: Iterable[str]) -> str:
+    """Say why these tables do not count."""
+    lines = [
+        "These tables are kept for the record, and neither the first table of this page nor the README counts them:"
+    ]
+    return "\n".join([*lines, "", *(f"- {SETUPS[name].title}: {SETUPS[name].superseded}." for name in names)])
 
 
 # --- which records --------------------------------------------------------------------------------------------------

@@ -151,7 +151,9 @@ OWN_IMAGES = (  # what the preset has for own images, at a size for a CPU
 )
 
 
-def make_preset_setup(data: str, *settings: str, title: str, seeds: Sequence[int], num_rotations: int = 0) -> Setup:
+def make_preset_setup(
+    data: str, *settings: str, title: str, seeds: Sequence[int], num_rotations: int = 0, superseded: str = ""
+) -> Setup:
     """Return a setup in which every method has the settings of the preset `default` for a data set.
 
     With a number of rotations, IFCA is beside the others and knows it.
@@ -178,6 +180,7 @@ def make_preset_setup(data: str, *settings: str, title: str, seeds: Sequence[int
         seeds=seeds,
         receivers=(),
         precision=first.precision,
+        superseded=superseded,
     )
 
 
@@ -189,6 +192,7 @@ SETUPS: Mapping[str, Setup] = {
         schedules=(Schedule(schedule="cosine", lr=0.003),),  # chosen in the first table
         rows={**IMAGE_ROWS, UEFL: Row(method="uefl", trials=GROUP_TRIALS)},
         rows_of="rotated",
+        superseded="UEFL had twelve trials and the others four to six; `rotated-equal` has twelve for every method",
         search={},
         seeds=tuple(range(110, 120)),
         receivers=(),
@@ -246,6 +250,7 @@ SETUPS: Mapping[str, Setup] = {
         "group_rounds=0",  # as the preset was then
         title="Embedded digits, nine silos, every method with the preset `default`, before it had groups",
         seeds=range(120, 130),
+        superseded="the preset has changed; `default-groups` is of the present one",
     ),
     "default-groups": make_preset_setup(
         "mnist5k",

@@ -70,6 +70,7 @@ class Setup:
     trials_of: str = ""  # another setup whose trials were chosen already, with the same data set
     rows_of: str = ""  # another setup of the same data: rows that are the same there keep the choice made there
     also_tried_in: Sequence[str] = ()  # setups of the same data: their runs of equal trials count here, too
+    superseded: str = ""  # why the table does not count any more; empty if it does
     folds: int = 0  # parts of a cross-validation; 0: a test set
     seeds: Sequence[int] = SEEDS  # of the table
     trial_seeds: Sequence[int] = TRIAL_SEEDS
