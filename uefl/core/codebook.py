@@ -9,6 +9,7 @@ Legend: B images, l tokens per image, d channels, s segments, N = B·l·s, D = d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,7 @@ Gate = Literal["none", "fixed", "learned"]
 class QuantizedFeatures(NamedTuple):
     """Features after quantization."""
 
-    z: Tensor  # [B, l, d] codewords in place of segments, or mixed with them by the gate; straight-through gradient
+    z: Tensor  # [B, l, d] or [B, d], as the features: codewords in place of segments, or mixed with them by the gate
     codeword_indices: Tensor  # [B, l, s]
     commitment_loss: Tensor  # ‖sg(c) − z‖², trains the encoder
     codebook_loss: Tensor  # ‖c − sg(z)‖², trains the codewords
@@ -35,20 +36,35 @@ class QuantizedFeatures(NamedTuple):
 def bypass_quantization(z: Tensor) -> QuantizedFeatures:
     """Return features unchanged, without codewords."""
     zero = z.new_zeros(())
-    return QuantizedFeatures(z, torch.zeros(*z.shape[:-1], 0, dtype=torch.int64, device=z.device), zero, zero)
+    indices = torch.zeros(z.shape[0], count_tokens(z), 0, dtype=torch.int64, device=z.device)
+    return QuantizedFeatures(z, indices, zero, zero)
 
 
-def to_tokens(z: Tensor) -> Tensor:
-    """Return an encoder's output, [B,d,h,w], [B,l,d] or [B,d], as tokens [B,l,d]."""
+def arrange_features(z: Tensor) -> Tensor:
+    """Return an encoder's output with channels last: a map [B,d,h,w] as tokens [B,l,d]; [B,l,d] and [B,d] as is."""
     if not isinstance(z, Tensor):
         raise InputError(f"an encoder must return one tensor [B,d,h,w], [B,l,d] or [B,d], not a {type(z).__name__}")
     if z.dim() == 4:
         return z.flatten(2).transpose(1, 2)
-    if z.dim() == 2:
-        return z.unsqueeze(1)
-    if z.dim() == 3:
+    if z.dim() in (2, 3):
         return z
     raise InputError(f"an encoder must return [B,d,h,w], [B,l,d] or [B,d], not a tensor of shape {tuple(z.shape)}")
+
+
+def to_tokens(z: Tensor) -> Tensor:
+    """Return an encoder's output, [B,d,h,w], [B,l,d] or [B,d], as tokens [B,l,d]."""
+    z = arrange_features(z)
+    return z.unsqueeze(1) if z.dim() == 2 else z
+
+
+def count_tokens(z: Tensor) -> int:
+    """Return the number l of tokens per image of features [B,l,d]; features [B,d] are one token."""
+    return z.shape[1] if z.dim() == 3 else 1
+
+
+def reshape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor in a shape; if it has it, no operation is left for the backward pass either."""
+    return tensor if tensor.shape == shape else tensor.reshape(shape)
 
 
 class Codebook(nn.Module):
@@ -85,8 +101,9 @@ class Codebook(nn.Module):
         self.gate_logits = nn.Parameter(self.codewords.new_full((num_features,), math.log(value / (1 - value))))
 
     def split_segments(self, z: Tensor) -> Tensor:
-        """Return tokens [B,l,d] as segments [N,D], the input of the quantizer and of K-means (D20)."""
-        return z.reshape(-1, z.shape[-1] // self.segments)
+        """Return features [B,l,d] or [B,d] as segments [N,D], the input of the quantizer and of K-means (D20)."""
+        size = z.shape[-1] // self.segments
+        return reshape(z, (z.numel() // size, size))
 
     def find_nearest(self, segments: Tensor) -> Tensor:
         """Return the index of the nearest codeword, by squared Euclidean distance, of each row of [N,D]."""
@@ -108,7 +125,7 @@ class Codebook(nn.Module):
             return bypass_quantization(z)
         features = z.detach()
         indices = self.find_nearest(self.split_segments(features))  # i = argmin_j ‖z − c_j‖ (Eq. 4)
-        codewords = self.look_up(indices).reshape(z.shape)
+        codewords = reshape(self.look_up(indices), z.shape)
         # Both terms of L_code (Eq. 5). They have the same value, and the first has no gradient if features have none.
         codebook_loss = multiply_loss(self.scale, mean_squared_distance(codewords, features))
         commitment_loss = (
@@ -116,7 +133,7 @@ class Codebook(nn.Module):
             if is_constant(z)
             else multiply_loss(self.scale, mean_squared_distance(z, codewords.detach()))
         )
-        indices = indices.reshape(*z.shape[:-1], self.segments)
+        indices = indices.reshape(z.shape[0], count_tokens(z), self.segments)  # `len` would fix B in an exported file
         output = self.apply_gate(z, self.pass_gradient(z, codewords))
         return QuantizedFeatures(output, indices, commitment_loss, codebook_loss)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from uefl.core import noise_addresses as addresses
-from uefl.core.codebook import Codebook, QuantizedFeatures, bypass_quantization, to_tokens
+from uefl.core.codebook import Codebook, QuantizedFeatures, arrange_features, bypass_quantization, to_tokens
 from uefl.core.errors import InputError
 from uefl.core.noise import Dropout, derive_key, iterate_passes, salt_noise_layers, sampling_mode
 from uefl.models.augmentation import Augmentation
@@ -122,10 +122,14 @@ class Net(nn.Module):
         self.codebook = Codebook(self.num_features, segments, num_codewords, **options)
         return self
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Return tokens [B,l,d], normalized before they are split into segments (D20)."""
-        z = to_tokens(self.encoder(self.augment(x) if self.augment else x))
+    def encode_features(self, x: Tensor) -> Tensor:
+        """Return tokens [B,l,d], or a vector per image [B,d], normalized before they are split into segments (D20)."""
+        z = arrange_features(self.encoder(self.augment(x) if self.augment else x))
         return F.layer_norm(z, z.shape[-1:]) if self.feature_norm == "layer" else z
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return features as tokens [B,l,d]; a vector per image is one token."""
+        return to_tokens(self.encode_features(x))
 
     def encode_segments(self, x: Tensor) -> Tensor:
         """Return the segments that the codebook quantizes and K-means clusters: [1, N, D]."""
@@ -138,20 +142,24 @@ class Net(nn.Module):
         return quantized
 
     def encode_and_quantize(self, x: Tensor) -> QuantizedFeatures:
-        """Return the input of the classifier, not yet flattened."""
+        """Return the input of the classifier as tokens [B,l,d], not yet flattened."""
         return self.quantize(self.encode(x))
+
+    def quantize_features(self, x: Tensor) -> QuantizedFeatures:
+        """Return the same without an axis of tokens where the encoder has none: fewer operations."""
+        return self.quantize(self.encode_features(x))
 
     def extract_features(self, x: Tensor) -> Tensor:
         """Return the input of the classifier as one vector per image: [B, l·d]."""
-        return self.encode_and_quantize(x).z.flatten(1)
+        return self.quantize_features(x).z.flatten(1)
 
     def forward(self, x: Tensor) -> Prediction:
-        quantized = self.encode_and_quantize(x)
+        quantized = self.quantize_features(x)
         return self._make_prediction(quantized, self.classifier(quantized.z.flatten(1)).unsqueeze(0))
 
     def predict_with_samples(self, x: Tensor, mc_samples: int) -> Prediction:
         """Predict without dropout, and `mc_samples` times with dropout."""
-        quantized = self.encode_and_quantize(x)
+        quantized = self.quantize_features(x)
         features = quantized.z.flatten(1)
         logits = self.classifier.predict_logits(features)
         with sampling_mode(self):
