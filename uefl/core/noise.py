@@ -173,15 +173,24 @@ class Dropout(NoiseLayer):
         return (random_bits(key, n) & _MASK_31_BITS) >= int(self.p * 2**31)
 
     def _get_factors(self, x: Tensor) -> Tensor:
-        """Return mask / (1 − p), drawn at once for this step and the announced ones after it, if masks are small."""
-        key, n = self.salt_key(int(self.key)), x.numel()
+        """Return mask / (1 − p) in the shape of x."""
+        key = self.salt_key(int(self.key))
         factors = self._factors.get(key)
-        if factors is None or len(factors) < n or factors.dtype != x.dtype:
-            keys = self.list_next_keys(_NUMPY_SIZE // max(n, 1))
-            masks = self._draw_mask(torch.tensor(keys)[:, None], n)
-            drawn = dict(zip(keys, masks.to(x.dtype).mul_(1 / (1 - self.p))))
-            factors, self._factors = drawn[key], drawn if len(drawn) > 1 else {}
-        return factors[:n].view(x.shape)  # a short draw is the start of a longer one
+        if factors is None or factors.numel() < x.numel() or factors.dtype != x.dtype:
+            factors = self._draw_factors(key, x)
+        if factors.shape == x.shape:
+            return factors
+        return factors.flatten()[: x.numel()].view(x.shape)  # a short draw is the start of a longer one
+
+    def _draw_factors(self, key: int, x: Tensor) -> Tensor:
+        """Draw at once for this step, which has this salted key, and for the announced ones after it, if x is small."""
+        n = x.numel()
+        keys = self.list_next_keys(_NUMPY_SIZE // max(n, 1))
+        masks = self._draw_mask(torch.tensor(keys).unsqueeze(1), n)
+        factors = masks.to(x.dtype).mul_(1 / (1 - self.p)).view(len(keys), *x.shape)
+        drawn: dict[int, Tensor] = dict(zip(keys, factors))
+        self._factors = drawn if len(drawn) > 1 else {}
+        return drawn[key]
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
