@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -107,11 +106,12 @@ class Codebook(nn.Module):
 
     def find_nearest(self, segments: Tensor) -> Tensor:
         """Return the index of the nearest codeword, by squared Euclidean distance, of each row of [N,D]."""
-        # |z−c|² = |z|² − 2 z·c + |c|², and |z|² does not change the order. Half precision would confuse near codewords.
-        codewords = self.codewords.detach()
-        with full_precision(segments.device.type):
-            distance = torch.addmm(codewords.square().sum(1), segments.to(codewords.dtype), codewords.t(), alpha=-2)
-        return distance.argmin(1)
+        # In full precision, as half precision would confuse near codewords.
+        codewords, device_type = self.codewords.detach(), segments.device.type
+        if segments.dtype == codewords.dtype and not torch.is_autocast_enabled(device_type):
+            return find_nearest(segments, codewords)
+        with torch.autocast(device_type, enabled=False):
+            return find_nearest(segments.to(codewords.dtype), codewords)
 
     def look_up(self, indices: Tensor) -> Tensor:
         """Return codewords [N,D] by their indices [N]."""
@@ -123,14 +123,15 @@ class Codebook(nn.Module):
     def forward(self, z: Tensor) -> QuantizedFeatures:
         if self.codewords.shape[0] == 0:
             return bypass_quantization(z)
-        features = z.detach()
+        is_fixed = is_constant(z)
+        features = z if is_fixed else z.detach()
         indices = self.find_nearest(self.split_segments(features))  # i = argmin_j ‖z − c_j‖ (Eq. 4)
         codewords = reshape(self.look_up(indices), z.shape)
         # Both terms of L_code (Eq. 5). They have the same value, and the first has no gradient if features have none.
         codebook_loss = multiply_loss(self.scale, mean_squared_distance(codewords, features))
         commitment_loss = (
             codebook_loss.detach()
-            if is_constant(z)
+            if is_fixed
             else multiply_loss(self.scale, mean_squared_distance(z, codewords.detach()))
         )
         indices = indices.reshape(z.shape[0], count_tokens(z), self.segments)  # `len` would fix B in an exported file
@@ -151,9 +152,11 @@ class Codebook(nn.Module):
         return g * codewords + (1 - g) * z
 
 
-def full_precision(device_type: str) -> AbstractContextManager[object]:
-    """Return a context without autocast; entering torch's own takes as long as five operations on few examples."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+def find_nearest(segments: Tensor, codewords: Tensor) -> Tensor:
+    """Return argmin_j |z − c_j|² for each row z of [N,D]."""
+    # |z−c|² = |z|² − 2 z·c + |c|², and |z|² does not change the order.
+    squares = torch.linalg.vecdot(codewords, codewords)
+    return torch.addmm(squares, segments, codewords.t(), alpha=-2).argmin(1)
 
 
 def is_constant(z: Tensor) -> bool:
