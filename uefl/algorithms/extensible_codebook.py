@@ -196,8 +196,8 @@ class ExtensibleCodebook(CodebookHooks):
 
     def loss(self, prediction: Prediction | QuantizedFeatures) -> Tensor:
         """Return L_code = commitment_weight · ‖sg(c) − z‖² + codebook_loss_weight · ‖c − sg(z)‖² (Eq. 5)."""
-        commitment_loss = multiply_loss(self.commitment_weight, prediction.commitment_loss)
-        return commitment_loss + multiply_loss(self.codebook_loss_weight, prediction.codebook_loss)
+        codebook_loss = multiply_loss(self.codebook_loss_weight, prediction.codebook_loss)
+        return torch.add(codebook_loss, prediction.commitment_loss, alpha=self.commitment_weight)
 
     @property
     def code_loss_weight(self) -> float:
