@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._dynamo  # looks functions up when it is imported: before a test replaces `is_compiling`
 from torch.func import functional_call, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
