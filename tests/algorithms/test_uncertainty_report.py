@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CODEWORDS, LOCAL, SHORT_RUN, SMALL_CODEBOOK, make_clients, run_rounds
+from harness import CODEWORDS, LOCAL, SHORT_RUN, SMALL_CODEBOOK, make_clients, make_network, run_rounds
+from torch import nn
 
 from uefl.algorithms.uefl import UEFL
-from uefl.algorithms.uncertainty_report import report_uncertain_silos
+from uefl.algorithms.uncertainty_report import NOT_COMPARABLE, has_own_tensors, report_uncertain_silos
 from uefl.core import noise_addresses as addresses
 from uefl.core.entropy_comparison import compare_entropies, count_entropies
 from uefl.core.metrics import ENTROPY_COUNTS, compute_metrics
@@ -107,6 +108,27 @@ def test_the_test_does_not_decide_which_silos_get_codewords():
     reported = [sum(silo["is_uncertain"] for silo in records[2]["silos"].values()) for records in (with_all, with_few)]
     assert reported[0] == 3 > reported[1]
     assert {"entropy", "standard_error", "statistic", "p_value"} == set(with_few[2]["decision"]["silos"]["ada"])
+
+
+@pytest.mark.parametrize(("batch_norm", "is_tested"), [("average", True), ("local", False), ("personal", False)])
+@pytest.mark.parametrize("fine_tuning_epochs", [0, 2])
+def test_silos_with_batch_norm_of_their_own_are_not_compared(batch_norm, is_tested, fine_tuning_epochs):
+    """Models that differ have other entropies even on the same data; models of fine-tuning are made later."""
+    method = make_uefl(uncertainty_test="permutation")
+    method = replace(method, iterations=2, batch_norm=batch_norm, fine_tuning_epochs=fine_tuning_epochs)
+    _, records = run_rounds(method, make_clients(method))
+    (record,) = (r for r in records if r.get("has_decision"))
+    assert record["decision"]["test"] == ("permutation" if is_tested else NOT_COMPARABLE)
+    assert all(("p_value" in silo) == is_tested for silo in record["decision"]["silos"].values())
+    assert any("new_codewords" in silo for silo in record["silos"].values())
+    if not is_tested:
+        assert not any(silo["is_uncertain"] for silo in record["silos"].values())
+
+
+def test_silos_with_batch_norm_of_their_own_are_compared_where_the_network_has_none():
+    method = replace(make_uefl(uncertainty_test="permutation"), batch_norm="personal")
+    assert has_own_tensors(method, make_network(method))
+    assert not has_own_tensors(method, make_network(method, encoder_factory=nn.Flatten))
 
 
 def test_a_silo_that_does_not_answer_with_shared_codewords_is_left_out():

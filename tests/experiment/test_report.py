@@ -344,6 +344,13 @@ SILOS = {"a": {"entropy": 0.412}, "b": {"entropy": 0.5}, "c": {"entropy": 0.3}}
             "(extend=uncertain): the codebook is final",
         ),
         (
+            [],
+            {"c": 8},
+            {"test": "not_comparable", "extend": "uncertain", "silos": SILOS},
+            "no silo is reported as uncertain: silos predict with tensors of their own, such as batch norm, so a "
+            "difference of their entropies may be one of models; 1 silo receives 8 new codewords (extend=uncertain)",
+        ),
+        (
             ["a"],
             {},
             {},

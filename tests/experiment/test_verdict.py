@@ -135,3 +135,11 @@ def test_where_no_silo_is_uncertain_the_highest_entropy_is_given() -> None:
 )
 def test_a_number_that_rounds_to_zero_has_no_sign(value: float, text: str) -> None:
     assert format_signed(value, 3) == text
+
+
+def test_silos_with_tensors_of_their_own_are_not_compared() -> None:
+    decision = make_decision(test="not_comparable", east=0.5, west=0.2)
+    sentence = describe_uncertain_silos(make_records({"uefl": [0.5]}, decisions=[decision]), "uefl", "seeds")
+    assert sentence == (
+        "uefl compared no silo's uncertainty: silos predict with tensors of their own, such as batch norm."
+    )

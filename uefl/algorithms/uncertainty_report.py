@@ -1,7 +1,8 @@
 """Report the silos that are more uncertain than the least uncertain one, independent of which silos get codewords.
 
 The permutation test compares silos with the shared codewords alone: with codewords of its own, a silo whose data differ
-would have a low entropy. A reported silo must exceed the threshold γ too.
+would have a low entropy. A reported silo must exceed the threshold γ too. Silos that predict with tensors of their own,
+such as their batch norm, are not compared: their models differ, even if their data do not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from uefl.algorithms.access_evaluation import evaluate_with_access
 from uefl.algorithms.codeword_access import INITIAL_SIZE
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from uefl.algorithms.fedavg import FedAvg
 
 UncertaintyTest = Literal["none", "standard_errors", "permutation"]
+NOT_COMPARABLE = "not_comparable"  # the test of a record where the permutation test would compare models, not data
 _PERMUTATIONS_PER_LEVEL = 20  # so that a p-value at the level is a share of at least this many permutations
 
 
@@ -45,9 +48,16 @@ def report_uncertain_silos(
     """Report which silos are uncertain, given the metric sums of their validation examples."""
     if codebook.uncertainty_test != "permutation":
         return server, _report_by_threshold(codebook, validation)
+    if has_own_tensors(method, clients.net):
+        return server, _make_report(codebook, measure_silos(validation), (), {"test": NOT_COMPARABLE}, {})
     server, shared = _evaluate_shared_codewords(method, clients, server, validation)
     noise_key = derive_key(clients.seed, server.round, addresses.SILO_PERMUTATIONS)
     return server, report_by_permutation(codebook, shared, noise_key, num_decisions=count_decisions(method))
+
+
+def has_own_tensors(method: FedAvg, net: nn.Module) -> bool:
+    """Return whether silos predict with tensors of their own before the last round."""
+    return bool(method.make_shared_method().personal_tensor_names(net))
 
 
 def count_decisions(method: FedAvg) -> int:
@@ -60,7 +70,7 @@ def report_by_permutation(
     codebook: ExtensibleCodebook, validation: Mapping[str, Tensors], noise_key: int, num_decisions: int
 ) -> UncertaintyReport:
     """Report the silos that the permutation test finds, among those above the threshold."""
-    metrics = {name: compute_metrics(sums) for name, sums in validation.items()}
+    metrics = measure_silos(validation)
     level = codebook.uncertainty_level / num_decisions  # Bonferroni over the planned decisions of a run
     num_permutations = max(NUM_PERMUTATIONS, math.ceil(_PERMUTATIONS_PER_LEVEL / level) - 1)
     histograms = {n: validation[n][ENTROPY_COUNTS] for n, m in metrics.items() if math.isfinite(m["entropy"])}
@@ -71,6 +81,11 @@ def report_by_permutation(
     return _make_report(codebook, metrics, uncertain, entries, {n: c._asdict() for n, c in comparisons.items()})
 
 
+def measure_silos(validation: Mapping[str, Tensors]) -> dict[str, Metrics]:
+    """Return the metrics of every silo, given their sums."""
+    return {name: compute_metrics(sums) for name, sums in validation.items()}
+
+
 def compute_squared_error(metrics: Metrics) -> float:
     """Return the squared standard error of a silo's mean entropy e_k."""
     return metrics["entropy_variance"] / max(metrics["num_examples"], 1)
@@ -78,7 +93,7 @@ def compute_squared_error(metrics: Metrics) -> float:
 
 def _report_by_threshold(codebook: ExtensibleCodebook, validation: Mapping[str, Tensors]) -> UncertaintyReport:
     """Report the silos above the threshold, and by how many standard errors if these are tested."""
-    metrics = {name: compute_metrics(sums) for name, sums in validation.items()}
+    metrics = measure_silos(validation)
     num_errors = codebook.min_standard_errors if codebook.uncertainty_test == "standard_errors" else 0.0
     uncertain = codebook.find_uncertain_silos(metrics, min_standard_errors=num_errors)
     return _make_report(codebook, metrics, uncertain, {"min_standard_errors": num_errors}, {})
@@ -88,7 +103,7 @@ def _make_report(
     codebook: ExtensibleCodebook,
     metrics: Mapping[str, Metrics],
     uncertain_silos: tuple[str, ...],
-    entries: Mapping[str, float],
+    entries: Mapping[str, Any],
     statistics: Mapping[str, Mapping[str, float]],
 ) -> UncertaintyReport:
     settings = {"test": codebook.uncertainty_test, "extend": codebook.extend}

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from uefl.algorithms.uncertainty_report import NOT_COMPARABLE
 from uefl.core.metrics import (
     QUALITY_METRICS,
     TWO_CLASS_METRICS,
@@ -363,7 +364,7 @@ def _list_replies(record: Record) -> list[Record]:
 def describe_decision(step: Mapping[str, Any], *, is_untrained: bool = False) -> str:
     """Describe the decision at the end of an iteration: which silos are uncertain, and which received codewords."""
     result = f"after round {step['round']}, {_describe_uncertain_silos(step)}"
-    if is_untrained and not step["uncertain_silos"]:
+    if is_untrained and not step["uncertain_silos"] and not _is_incomparable(step):
         result += (
             ", but the model is at chance level, so this has no meaning: set more rounds before the first decision"
         )
@@ -373,6 +374,11 @@ def describe_decision(step: Mapping[str, Any], *, is_untrained: bool = False) ->
 def _describe_uncertain_silos(step: Mapping[str, Any]) -> str:
     """Describe which silos are uncertain, and by which test."""
     decision, names = step.get("decision", {}), step["uncertain_silos"]
+    if _is_incomparable(step):
+        return (
+            "no silo is reported as uncertain: silos predict with tensors of their own, such as batch norm, so a "
+            "difference of their entropies may be one of models"
+        )
     test = decision.get("test", "")
     tests = {
         "permutation": f"permutation test, level {decision.get('level', 0):g}",
@@ -389,6 +395,11 @@ def _describe_uncertain_silos(step: Mapping[str, Any]) -> str:
     values = {n: f" (entropy {silos[n]['entropy']:.2f}, threshold {decision['threshold']:.2f})" for n in names if silos}
     listed = ", ".join(f"{name}{values.get(name, '')}" for name in names)
     return f"{len(names)}{of_all} {verb} more uncertain than the least uncertain one{test_text}: {listed}"
+
+
+def _is_incomparable(step: Mapping[str, Any]) -> bool:
+    """Return whether no test has compared the silos, since their models differ."""
+    return bool(step.get("decision", {}).get("test") == NOT_COMPARABLE)
 
 
 def _describe_receivers(step: Mapping[str, Any]) -> str:

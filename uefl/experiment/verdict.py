@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
+from uefl.algorithms.uncertainty_report import NOT_COMPARABLE
 from uefl.core.paired_difference import Difference, compare_pairs
 
 Record = dict[str, Any]
@@ -76,6 +77,8 @@ def describe_uncertain_silos(records: Sequence[Record], method: str, unit: str) 
     decisions = [r["decision"] for r in records if r["name"] == method and r["decision"].get("silos")]
     if not decisions:
         return f"{method} decided nothing: no silo's uncertainty was compared."
+    if decisions[0].get("test") == NOT_COMPARABLE:
+        return f"{method} compared no silo's uncertainty: silos predict with tensors of their own, such as batch norm."
     found = [silo for decision in decisions for silo in decision["uncertain_silos"]]
     beyond = " beyond chance" if decisions[0].get("test") == "permutation" else ""
     threshold = mean(decision["threshold"] for decision in decisions)
