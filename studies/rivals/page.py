@@ -31,11 +31,12 @@ from studies.rivals.tables import (
     mean_over_silos,
     select_fedavg_row,
 )
+from studies.rivals.trial_counts import render_trial_counts
 from studies.rivals.trials import FEDAVG, UEFL, Row, Schedule, Setup
 from uefl.experiment.records import read_records
 
 NOTES = Path(__file__).with_name("notes.md")
-PRIMARY = "<!-- primary comparisons -->"  # its place in the notes
+PRIMARY, TRIAL_COUNTS = "<!-- primary comparisons -->", "<!-- numbers of trials -->"  # their places in the notes
 
 
 def render_page(files: Files) -> str:
@@ -45,7 +46,8 @@ def render_page(files: Files) -> str:
     tables = {name: rows for name in SETUPS if (rows := find_rows(name, frozen, trials, results))}
     counting = {name: rows for name, rows in tables.items() if not SETUPS[name].superseded}
     superseded = {name: rows for name, rows in tables.items() if SETUPS[name].superseded}
-    parts = [NOTES.read_text().strip().replace(PRIMARY, render_primary(counting))]
+    notes = NOTES.read_text().strip().replace(TRIAL_COUNTS, render_trial_counts(trials))
+    parts = [notes.replace(PRIMARY, render_primary(counting))]
     for name, setup in SETUPS.items():
         if name in counting:
             parts += render_section(name, counting[name], files, trials, results)

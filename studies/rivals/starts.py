@@ -30,9 +30,10 @@ def count_starts(records: Mapping[Part, RunRecord]) -> int:
 
 def describe_starts(rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:
     """Describe from how many starts IFCA's row was chosen; nothing without such a row."""
-    if IFCA not in rows:
+    name = next((name for name in rows if name.startswith(IFCA)), "")  # or "IFCA, 3 models"
+    if not name:
         return ""
-    count = count_starts(rows[IFCA])
+    count = count_starts(rows[name])
     if count == 1:
-        return f"{IFCA}: one start of its initial models."
-    return f"{IFCA}: the best of {count} starts by validation NLL, per seed; its costs are those of {count} runs."
+        return f"{name}: one start of its initial models."
+    return f"{name}: the best of {count} starts by validation NLL, per seed; its costs are those of {count} runs."

@@ -31,8 +31,10 @@ from studies.rivals.runner import (
     read_frozen,
 )
 from studies.rivals.setups import LAST_ROUND, OWN_IMAGES, SETUPS
+from studies.rivals.starts import describe_starts
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
 from studies.rivals.tables import format_gain
+from studies.rivals.trial_counts import count_trials, render_trial_counts
 from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, Schedule
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.parsing import parse_experiments
@@ -391,3 +393,27 @@ def test_titles_say_which_records_start_from_imagenet_weights() -> None:
 @pytest.mark.records
 def test_the_committed_page_is_what_the_committed_records_make() -> None:
     assert (ROOT / PAGE).read_text() == render_page(get_files(ROOT / "results"))
+
+
+def test_equal_settings_in_two_tables_are_one_trial_and_the_search_for_a_rate_is_none() -> None:
+    def make_trial(setup: str, method: str, lr: float) -> dict[str, Any]:
+        return {"setup": setup, "method": method, "settings": {"data.fold": setup, "method.local.lr": lr}}
+
+    records = [
+        make_trial("rotated", "schedule search: a", 0.1),
+        make_trial("rotated", "FedAvg: a", 0.1),
+        make_trial("rotated-again", "FedAvg: another label", 0.1),
+        make_trial("rotated-again", "FedAvg: b", 0.2),
+        make_trial("rotated", "FedBN: a", 0.1),
+        make_trial("rotated", "UEFL: a", 0.1),
+        make_trial("hospitals", "Prevalence only: a", 0.1),
+        make_trial("hospitals", "UEFL: a", 0.1),
+        make_trial("hospitals", "FedAvg: a", 0.1),
+    ]
+    assert count_trials(records) == {"mnist": {"FedAvg": 2, "FedBN": 1, "UEFL": 1}, "heart": {"UEFL": 1, "FedAvg": 1}}
+    assert render_trial_counts(records).splitlines()[2:] == ["| MNIST | 1 | 1 to 2 |", "| Heart disease | 1 | 1 |"]
+
+
+def test_the_starts_of_ifca_are_described_whatever_its_row_is_called() -> None:
+    assert describe_starts({"IFCA, 3 models": {(1, 0): {}}}) == "IFCA, 3 models: one start of its initial models."
+    assert describe_starts({"FedAvg": {(1, 0): {}}}) == ""
