@@ -7,11 +7,12 @@ import shutil
 import subprocess
 
 import pytest
+import torch
 
 import uefl
 from benchmarks import processes, ten_thousand_clients
 from benchmarks.__main__ import BENCHMARKS
-from benchmarks.frameworks import CONTENDERS
+from benchmarks.frameworks import AGREEMENT, CONTENDERS
 from benchmarks.harness import Measurement, Options, append_records, make_table, read_commit
 from benchmarks.peers.clients_file import write_clients
 
@@ -34,18 +35,20 @@ def test_the_program_of_every_framework_exists(contender):
 def test_our_run_of_many_clients_is_measured(tmp_path):
     pytest.importorskip("psutil")
     file = tmp_path / "clients.safetensors"
-    write_clients(file, 110, "mnist5k")
+    write_clients(file, 110, "mnist5k", 2)
     name, contender = next(iter(ten_thousand_clients.CONTENDERS.items()))
-    outcome = ten_thousand_clients.measure_contender(name, contender, file, 2)
+    outcome = ten_thousand_clients.measure_contender(name, contender, file, 2, "float32")
     assert min(outcome[:5]) > 0
     assert outcome.first_memory != outcome.last_memory, "each is read in its own round"
     assert 0 < float(outcome.accuracy) < 1
 
 
-def test_the_memory_of_the_first_and_the_last_round_is_measured_where_it_is_reported(monkeypatch):
+def test_what_runs_with_many_clients_report_becomes_measurements(monkeypatch):
     def measure(name, *_):
         memories = (300.0, 301.0) if name == "uefl" else (float("nan"), float("nan"))
-        return ten_thousand_clients.Outcome(1.0, 2.0, 400.0, *memories, "0.9")
+        return ten_thousand_clients.Outcome(
+            1.0, 2.0, 400.0, *memories, "0.9", [torch.tensor([2.0 if name == "uefl" else 2.5])]
+        )
 
     monkeypatch.setattr(ten_thousand_clients, "psutil", "installed")
     monkeypatch.setattr(ten_thousand_clients, "write_clients", lambda *_: None)
@@ -56,6 +59,8 @@ def test_the_memory_of_the_first_and_the_last_round_is_measured_where_it_is_repo
     assert values["uefl", "120 clients: resident memory amid the last round"] == [301.0]
     assert values["pfl", "120 clients: peak memory"] == [400.0]
     assert not any("resident" in quantity for contender, quantity in values if contender == "pfl")
+    for precision in ("float32", "float64"):
+        assert values["pfl", f"120 clients: {AGREEMENT}, {precision}"] == [0.25], "of its weights from ours"
 
 
 def test_one_process_and_several_train_the_same_model(monkeypatch):

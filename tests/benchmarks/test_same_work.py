@@ -1,6 +1,7 @@
-"""The contenders of `frameworks` do the same work: from the same weights and batches, to the same weights."""
+"""Contenders do the same work: from the same weights, clients and batches, to the same weights."""
 
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 from benchmarks.digits import load_digits, make_silos
 from benchmarks.frameworks import compare_weights
 from benchmarks.harness import ROOT
-from benchmarks.peers import run_uefl
+from benchmarks.peers import clients_file, clients_uefl, run_uefl
+from benchmarks.peers.clients_file import CLIENTS_PER_ROUND, write_clients
 from benchmarks.peers.workload import draw_order, load_workload, save_silos
 
 NUM_ROUNDS = 2
@@ -113,3 +115,56 @@ def test_a_lower_precision_is_noticed(monkeypatch, file, ours):
     single = run_ours(monkeypatch, file, "float32")
     assert single[0].dtype == torch.float32
     assert 1e-9 < compare_weights(single, ours) < 1e-2
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory):
+    path = tmp_path_factory.mktemp("many") / "clients.safetensors"
+    write_clients(path, CLIENTS_PER_ROUND + 10, "mnist5k", NUM_ROUNDS)
+    return path
+
+
+def run_with_many_clients(monkeypatch, path, main):
+    out = path.with_name("weights.safetensors")
+    monkeypatch.setattr(sys, "argv", ["program", str(path), str(NUM_ROUNDS), "float64", str(out), "0"])
+    main()
+    return [tensor.clone() for _, tensor in sorted(load_file(out).items())]
+
+
+@pytest.fixture(scope="module")
+def ours_of_many(clients):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return run_with_many_clients(monkeypatch, clients, clients_uefl.main)
+
+
+def test_the_clients_of_a_round_are_drawn_without_replacement_and_differ_between_rounds(clients):
+    first, second = clients_file.open_clients(str(clients), "float64").schedule.participants.tolist()
+    assert len({*first}) == len({*second}) == CLIENTS_PER_ROUND
+    assert first != second
+
+
+def test_with_many_clients_our_weights_are_those_of_pfl_up_to_its_float32_updates(monkeypatch, clients, ours_of_many):
+    pytest.importorskip("pfl", exc_type=ImportError)
+    from benchmarks.peers import clients_pfl
+
+    assert compare_weights(run_with_many_clients(monkeypatch, clients, clients_pfl.main), ours_of_many) < 1e-6
+
+
+def test_with_many_clients_our_weights_are_those_of_flower(monkeypatch, capsys, clients, ours_of_many):
+    import_or_skip("flwr.supercore.task_identity")
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from benchmarks.peers import clients_flower
+
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+
+    def run_flower():
+        grid = PlainGrid(clients_flower, CLIENTS_PER_ROUND + 10)
+        return run_with_many_clients(monkeypatch, clients, lambda: clients_flower.main(grid, None))
+
+    assert compare_weights(run_flower(), ours_of_many) < 1e-12
+    assert 0 < float(re.search(r"accuracy (\S+)", capsys.readouterr().out)[1]) < 1
+
+    load = clients_file.ClientsFile.load_train
+    monkeypatch.setattr(clients_file.ClientsFile, "load_train", lambda *address: [t.flip(0) for t in load(*address)])
+    assert compare_weights(run_flower(), ours_of_many) > 1e-3, "other batches are noticed"
