@@ -1,7 +1,8 @@
 """Write the tables of benchmarks/README.md and docs/speed.md from the records: `python -m benchmarks.tables`.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. It shows the last run of a benchmark on one kind of
-device. `find_unsupported_ratios` finds ratios in the text around the tables that the last runs do not have.
+device. `find_unsupported_ratios` finds ratios in the text around the tables, in README.md and in CHANGELOG.md that the
+last runs do not have.
 """
 
 from __future__ import annotations
@@ -13,23 +14,33 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from benchmarks import trees_table
-from benchmarks.harness import OURS, RECORDS
+from benchmarks.harness import OURS, RECORDS, ROOT
 
 Record = Mapping[str, Any]
-PAGES = (RECORDS.parent / "README.md", RECORDS.parent.parent / "docs" / "speed.md")
+PAGES = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "speed.md")
+QUOTING_PAGES = (*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md")
+REFERENCES = {"seed-stack": "one seed"}  # the contender of a benchmark that the text compares with; else ours
 KINDS = {"cpu": "", "gpu": "NVIDIA"}  # how the name of a device begins
 _BLOCK = re.compile(r"(<!-- table (?P<name>[\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_RATIO = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)(?:x\b(?! \d)| times as fast)")
+_NUMBER = r"\d+(?:\.\d+)?"
+_RATIOS = re.compile(rf"(?<![\w.])((?:{_NUMBER}(?:, and |, or |, | and | or ))*{_NUMBER})(?:x\b(?! \d)| times\b)")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\n(?=- )")
+_WITHOUT_RECORD = re.compile(r"temporary|no record|that script|log\.md")  # a figure that says where else it is from
+_OF_EARLIER_RECORD = re.compile(r"earlier (?:run|record)|records? before")
 _BULLET = re.compile(r"^- `([\w-]+)`(.*?)(?=^- |^\S|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def read_last_run(benchmark: str, kind: str) -> list[Record]:
     """Return the records of the last run of a benchmark on a kind of device; none if it was never run there."""
+    return next(reversed(read_runs(benchmark, kind)), [])
+
+
+def read_runs(benchmark: str, kind: str) -> list[list[Record]]:
+    """Return the records of every run of a benchmark on a kind of device, the last run last."""
     path = RECORDS / f"{benchmark}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     records = [record for record in map(json.loads, lines) if get_kind(record) == kind]
-    last = max((record["date"] for record in records), default="")
-    return [record for record in records if record["date"] == last]
+    return [[r for r in records if r["date"] == date] for date in sorted({r["date"] for r in records})]
 
 
 def get_kind(record: Record) -> str:
@@ -37,14 +48,14 @@ def get_kind(record: Record) -> str:
     return "gpu" if str(record["device"]).startswith(KINDS["gpu"]) else "cpu"
 
 
-def list_ratios(records: Iterable[Record]) -> dict[tuple[str, str], float]:
-    """Return each contender's value over ours, by quantity and contender."""
+def list_ratios(records: Iterable[Record], reference: str = OURS) -> dict[tuple[str, str], float]:
+    """Return each contender's value over that of the reference, by quantity and contender."""
     records = list(records)
-    ours = {r["quantity"]: r["value"] for r in records if r["contender"] == OURS}
+    base = {r["quantity"]: r["value"] for r in records if r["contender"] == reference}
     return {
-        (r["quantity"], r["contender"]): r["value"] / ours[r["quantity"]]
+        (r["quantity"], r["contender"]): r["value"] / base[r["quantity"]]
         for r in records
-        if r["contender"] != OURS and ours.get(r["quantity"])
+        if r["contender"] != reference and base.get(r["quantity"])
     }
 
 
@@ -157,43 +168,65 @@ def update_page(text: str) -> str:
 
 
 def find_unsupported_ratios(text: str) -> list[str]:
-    """Return ratios such as 1.6x or `4.6 times as fast` that the last runs do not have.
+    """Return ratios such as 1.6x, `4.6 times` or `5.6 and 9.1 times` that the last runs do not have.
 
-    A ratio is supported if a contender's value over ours, or its inverse, rounds to it. A bullet that begins with the
-    name of a benchmark quotes its run on the kind of device that the heading or sentence above the bullet names. Other
-    text quotes the runs of the tables next to it.
+    A ratio is supported if a contender's value over the reference's, or its inverse, rounds to it. A bullet that begins
+    with the name of a benchmark quotes its run on the kind of device that the heading or sentence above the bullet
+    names. Other text quotes the runs of the tables next to it, or any last run on a page without tables. A sentence
+    about an earlier record may quote any run. Figures without a record say so.
     """
     wrong = []
     plain = _BLOCK.sub("", text)
     gpu_start = plain.find("On an NVIDIA")
-    for match in _BULLET.finditer(plain):
+    for match in filter(_is_of_benchmark, _BULLET.finditer(plain)):
         is_gpu = 0 <= gpu_start < match.start() or not read_last_run(match[1], "cpu")
         wrong += _find_unsupported(match[2], [(match[1], "gpu" if is_gpu else "cpu")])
     tables, parts = dict(_list_tables()), _BLOCK.split(text)  # text, three groups of a table, text, and so on
     runs = [tables[name][:2] for name in parts[2::4]]
     for i, between in enumerate(parts[::4]):
-        wrong += _find_unsupported(_BULLET.sub("", between), runs[max(i - 1, 0) : i + 1])
+        other = _BULLET.sub(lambda match: "" if _is_of_benchmark(match) else match[0], between)
+        quoted = runs[max(i - 1, 0) : i + 1] or [table[:2] for table in tables.values()]
+        wrong += _find_unsupported(other, quoted)
     return wrong
+
+
+def _is_of_benchmark(bullet: re.Match[str]) -> bool:
+    return (RECORDS / f"{bullet[1]}.jsonl").exists()
 
 
 def _find_unsupported(text: str, runs: Sequence[tuple[str, str]]) -> list[str]:
     """Return the ratios in a text that none of the last runs of (benchmark, kind of device) has."""
-    ratios = [ratio for run in runs for ratio in list_ratios(read_last_run(*run)).values()]
-    ratios += [1 / ratio for ratio in ratios if ratio]
-    source = " or ".join(f"{benchmark} on {kind}" for benchmark, kind in runs)
+    last, every = (set(_list_both_ways(runs, slice(first, None))) for first in (-1, 0))
+    source = " or ".join(f"{benchmark} on {kind}" for benchmark, kind in runs) if len(runs) < 3 else "any benchmark"
     return [
         f"{source}: {quoted}"
-        for quoted in _RATIO.findall(" ".join(text.split()))
-        if not any(f"{ratio:.{len(quoted.partition('.')[2])}f}" == quoted for ratio in ratios)
+        for sentence in _SENTENCE_END.split(text)
+        if not _WITHOUT_RECORD.search(sentence)
+        for ratios in _RATIOS.findall(" ".join(sentence.split()))
+        for quoted in re.findall(_NUMBER, ratios)
+        if not _has_ratio(every if _OF_EARLIER_RECORD.search(" ".join(sentence.split())) else last, quoted)
     ]
+
+
+def _list_both_ways(runs: Iterable[tuple[str, str]], selected: slice) -> Iterator[float]:
+    """Yield the ratios of the selected runs of (benchmark, kind of device), and their inverses."""
+    for benchmark, kind in runs:
+        for records in read_runs(benchmark, kind)[selected]:
+            for ratio in list_ratios(records, REFERENCES.get(benchmark, OURS)).values():
+                yield from (ratio, 1 / ratio) if ratio else (ratio,)
+
+
+def _has_ratio(ratios: Iterable[float], quoted: str) -> bool:
+    return any(f"{ratio:.{len(quoted.partition('.')[2])}f}" == quoted for ratio in ratios)
 
 
 def main() -> None:
     """Write all tables anew, and name the ratios in the text that no longer hold."""
     for page in PAGES:
         page.write_text(update_page(page.read_text()))
+    for page in QUOTING_PAGES:
         for ratio in find_unsupported_ratios(page.read_text()):
-            print(f"{page.name} quotes a ratio that the last record does not have: {ratio}")
+            print(f"{page.relative_to(ROOT)} quotes a ratio that the last record does not have: {ratio}")
 
 
 if __name__ == "__main__":

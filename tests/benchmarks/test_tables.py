@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks import tables
-from benchmarks.tables import PAGES, find_unsupported_ratios, read_last_run, render_run, update_page
+from benchmarks.harness import ROOT
+from benchmarks.tables import PAGES, QUOTING_PAGES, find_unsupported_ratios, read_last_run, render_run, update_page
 
 
 def make_record(contender, value, date="2026-01-02T00:00:00", **more):
@@ -73,6 +74,41 @@ def test_a_ratio_in_the_text_between_tables_must_be_one_of_theirs(records):
     assert find_unsupported_ratios(text) == ["speed on cpu or speed on gpu: 2.6", "speed on gpu: 2.5"]
 
 
+@pytest.mark.parametrize(
+    ("text", "unsupported"),
+    [
+        ("It takes 2.5 times with 100 clients.", []),
+        ("It takes 2.6 times with 100 clients.", ["2.6"]),
+        ("Peers need 2.5 and 9.1 times.", ["9.1"]),
+        ("Peers need 3.24, 2.5, and 1.6 times.", ["3.24", "1.6"]),
+        ("An earlier run had 4.0\ntimes. Now it is 4.0 times.", ["4.0"]),
+        ("The record before had 4.1 times.", ["4.1"]),
+        ("Once 7 times (a temporary script, no record). Now 7 times.", ["7"]),
+        ("It costs 7 times ([log](docs/log.md#entry)).\n- Now 7 times.", ["7"]),
+        ("It was started 3 days ago with 9 silos x 2000 and 5x5 filters.", []),
+    ],
+)
+def test_ratios_of_several_forms_are_found(text, unsupported, records):
+    rows = [make_record("uefl", 1.0), make_record("peer", 4.0)]
+    newer = {"date": "2026-02-02T00:00:00"}
+    records(*rows, make_record("uefl", 2.0, **newer), make_record("peer", 5.0, **newer))
+    table = "<!-- table speed cpu -->\n<!-- end -->\n"
+    assert find_unsupported_ratios(f"{table}{text}") == [f"speed on cpu: {ratio}" for ratio in unsupported]
+
+
+def test_a_page_without_tables_may_quote_every_benchmark(records):
+    records(make_record("uefl", 2.0), make_record("peer", 5.0))
+    assert find_unsupported_ratios("- `momentum` is 2.5 times as fast.\n- Another is 3 times as fast.") == [
+        "any benchmark: 3"
+    ]
+
+
+def test_ratios_of_seed_stacks_are_those_over_one_seed(tmp_path, records):
+    records(make_record("one seed", 2.0), make_record("10 seeds in one stack", 5.84))
+    (tmp_path / "speed.jsonl").rename(tmp_path / "seed-stack.jsonl")
+    assert find_unsupported_ratios("- `seed-stack`: 2.92 times, 2.87 times\n") == ["seed-stack on cpu: 2.87"]
+
+
 def test_a_changed_figure_in_a_table_is_written_anew():
     page = PAGES[0].read_text()
     begin = page.index("<!-- table kmeans cpu -->")
@@ -86,7 +122,7 @@ def test_pages_have_the_tables_of_the_last_records(page):
 
 
 @pytest.mark.records
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", QUOTING_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_pages_quote_only_ratios_of_the_last_records(page):
     assert find_unsupported_ratios(page.read_text()) == []
 
