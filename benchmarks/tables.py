@@ -78,8 +78,10 @@ def render_run(benchmark: str, kind: str) -> str:
 def describe_run(record: Record) -> str:
     """Describe where a run was made, with which versions and by which command."""
     versions = {"torch": record["torch"], **record.get("versions", {})}
-    if "uefl" in record:  # older records do not name it
+    if "uefl" in record:
         versions = {"uefl": f"{record['uefl']} {record['commit']}".strip(), **versions}
+    elif "recorded_in" in record:  # older records do not name the version of uefl, but a commit added them
+        versions = {"recorded in": record["recorded_in"], **versions}
     parts = [f"{record['device']}, {record['date'][:10]}, load {record['load'][0]}"]
     parts += [", ".join(f"{name} {version}" for name, version in versions.items())]
     parts += [f"`{record['command']}`"]

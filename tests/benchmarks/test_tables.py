@@ -1,6 +1,7 @@
 """Tables of the benchmarks follow from the last records, and the text quotes no ratio that they do not have."""
 
 import json
+import re
 
 import pytest
 
@@ -44,7 +45,8 @@ def test_a_table_shows_the_last_run_of_its_device_with_versions_and_ratios(recor
 @pytest.mark.parametrize(
     ("fields", "versions"),
     [
-        ({}, "load 1.0; torch 2.0, pfl 0.6;"),  # older records
+        ({}, "load 1.0; torch 2.0, pfl 0.6;"),
+        ({"recorded_in": "9a8b7c6d5e"}, "load 1.0; recorded in 9a8b7c6d5e, torch 2.0, pfl 0.6;"),
         ({"uefl": "0.2.0", "commit": ""}, "load 1.0; uefl 0.2.0, torch 2.0, pfl 0.6;"),
         ({"uefl": "0.2.0", "commit": "1a2b3c4d5e"}, "load 1.0; uefl 0.2.0 1a2b3c4d5e, torch 2.0, pfl 0.6;"),
     ],
@@ -134,3 +136,10 @@ def test_every_record_is_shown():
         for kind in ("cpu", "gpu"):
             name = "trees" if path.stem == "trees" else f"{path.stem} {kind}"
             assert f"<!-- table {name} -->" in page or not read_last_run(path.stem, kind)
+
+
+@pytest.mark.records
+def test_every_record_names_the_commit_of_the_code_or_the_one_that_added_it():
+    for path in tables.RECORDS.glob("*.jsonl"):
+        for record in map(json.loads, path.read_text().splitlines()):
+            assert re.fullmatch("[0-9a-f]{10}(-dirty)?", record.get("commit") or record.get("recorded_in", "")), path
