@@ -1,4 +1,7 @@
-"""Ten seeds of nine small silos: one run alone beside all ten in one stack, whole runs with their folders."""
+"""Ten seeds of nine small silos: one run alone beside all ten together, whole runs with their folders.
+
+Seeds of UEFL share one stack, those of FedAvg two. UEFL is the preset without local fine-tuning and group rounds.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def run(options: Options) -> Iterator[Measurement]:
     experiments = parse_experiments(["fedavg", "uefl", *(TINY if options.tiny else ())], [], "default")
     for method, preset in experiments.items():
         experiment = replace(preset, method=preset.method.without_own_models())  # as in earlier records
-        rows = {"one seed": seeds[:1], f"{len(seeds)} seeds in one stack": seeds}
+        rows = {"one seed": seeds[:1], f"{len(seeds)} seeds together": seeds}
         # Loads libraries and compiles kernels, those of own codewords too, which a machine does once for each shape.
         length = {"rounds": 3, "iterations": 1} if options.tiny else {"rounds": 3, "extra_rounds": 2, "iterations": 2}
         short = replace(experiment, method=replace(experiment.method, **length))

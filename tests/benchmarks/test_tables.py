@@ -106,7 +106,7 @@ def test_a_page_without_tables_may_quote_every_benchmark(records):
 
 
 def test_ratios_of_seed_stacks_are_those_over_one_seed(tmp_path, records):
-    records(make_record("one seed", 2.0), make_record("10 seeds in one stack", 5.84))
+    records(make_record("one seed", 2.0), make_record("10 seeds together", 5.84))
     (tmp_path / "speed.jsonl").rename(tmp_path / "seed-stack.jsonl")
     assert find_unsupported_ratios("- `seed-stack`: 2.92 times, 2.87 times\n") == ["seed-stack on cpu: 2.87"]
 
