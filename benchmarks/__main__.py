@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.harness import RECORDS, Options, append_records, make_table
+from benchmarks.harness import RECORDS, Options, append_records, make_table, read_load
 
 BENCHMARKS = {  # name: module with `run(options) -> Iterator[Measurement]`
     "frameworks": "benchmarks.frameworks",
@@ -60,11 +60,11 @@ def main(
             console.print(f"{known:20} {(import_module(module).__doc__ or '').splitlines()[0]}", highlight=False)
         raise typer.Exit(2 if name else 0)
     torch.set_num_threads(1)  # two threads on two shared cores can be many times slower than one
-    options = Options(device, repeats, tiny, data, workers, kernels)
+    options, load = Options(device, repeats, tiny, data, workers, kernels), read_load()
     measurements = list(import_module(BENCHMARKS[name]).run(options))
     console.print(make_table(name, measurements))
     if out or not tiny:
-        append_records(name, measurements, options, out or RECORDS / f"{name}.jsonl")
+        append_records(name, measurements, options, out or RECORDS / f"{name}.jsonl", load_before=load)
 
 
 if __name__ == "__main__":

@@ -122,6 +122,11 @@ def get_cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def read_load() -> list[float]:
+    """Read the load of the machine: averages over the last 1, 5 and 15 minutes."""
+    return [round(value, 2) for value in os.getloadavg()]
+
+
 def read_commit(root: Path = ROOT) -> str:
     """Return the commit of the source tree, with `-dirty` if its code differs; empty if it is no git repository."""
     if not (root / ".git").exists():
@@ -148,7 +153,7 @@ def describe_environment(options: Options) -> dict[str, Any]:
         "torch": torch.__version__,
         "versions": {name: version(name) for name in PEERS if find_spec(PEERS[name])},
         "python": platform.python_version(),
-        "load": [round(v, 2) for v in os.getloadavg()],
+        "load": read_load(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         # Without the file of records, a path of this machine that changes nothing.
         "command": re.sub(r" --out[ =][^ ]+", "", " ".join(["python -m benchmarks", *sys.argv[1:]])),
@@ -159,7 +164,7 @@ def describe_environment(options: Options) -> dict[str, Any]:
 def append_records(
     benchmark: str, measurements: Iterable[Measurement], options: Options, path: Path, **more: Any
 ) -> None:
-    """Append one JSON line per measurement, with all its values and its environment."""
+    """Append one JSON line per measurement, with all its values and its environment after the run, and more fields."""
     environment = {**describe_environment(options), **more}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:

@@ -82,7 +82,8 @@ def describe_run(record: Record) -> str:
         versions = {"uefl": f"{record['uefl']} {record['commit']}".strip(), **versions}
     elif "recorded_in" in record:  # older records do not name the version of uefl, but a commit added them
         versions = {"recorded in": record["recorded_in"], **versions}
-    parts = [f"{record['device']}, {record['date'][:10]}, load {record['load'][0]}"]
+    before = f"{record['load_before'][0]} before and " if "load_before" in record else ""
+    parts = [f"{record['device']}, {record['date'][:10]}, load {before}{record['load'][0]} after"]
     parts += [", ".join(f"{name} {version}" for name, version in versions.items())]
     parts += [f"`{record['command']}`"]
     return f"{record['benchmark']} ({'; '.join(parts)}):"

@@ -5,11 +5,14 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import uefl
+from benchmarks import __main__ as command_line
 from benchmarks import processes, ten_thousand_clients
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.frameworks import AGREEMENT, CONTENDERS
@@ -81,6 +84,18 @@ def test_a_record_has_all_values_and_their_environment(tmp_path):
     assert {"threads", "device", "torch", "load", "date", "command"} <= set(record)
     assert record["uefl"] == uefl.__version__
     assert record["commit"] == read_commit()
+
+
+def test_the_command_records_the_load_before_the_run_too(tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    fake = SimpleNamespace(run=lambda _: [Measurement("uefl", "a round", "s", [1.0])])
+    monkeypatch.setitem(sys.modules, "fake_benchmark", fake)
+    monkeypatch.setitem(BENCHMARKS, "kmeans", "fake_benchmark")
+    monkeypatch.setattr(command_line, "read_load", lambda: [0.1, 0.2, 0.3])
+    command_line.main("kmeans", repeats=1, data="mnist5k", device="cpu", workers=0, tiny=True, kernels=None, out=path)
+    record = json.loads(path.read_text())
+    assert record["load_before"] == [0.1, 0.2, 0.3]
+    assert len(record["load"]) == 3
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")

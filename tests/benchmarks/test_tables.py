@@ -45,13 +45,14 @@ def test_a_table_shows_the_last_run_of_its_device_with_versions_and_ratios(recor
 @pytest.mark.parametrize(
     ("fields", "versions"),
     [
-        ({}, "load 1.0; torch 2.0, pfl 0.6;"),
-        ({"recorded_in": "9a8b7c6d5e"}, "load 1.0; recorded in 9a8b7c6d5e, torch 2.0, pfl 0.6;"),
-        ({"uefl": "0.2.0", "commit": ""}, "load 1.0; uefl 0.2.0, torch 2.0, pfl 0.6;"),
-        ({"uefl": "0.2.0", "commit": "1a2b3c4d5e"}, "load 1.0; uefl 0.2.0 1a2b3c4d5e, torch 2.0, pfl 0.6;"),
+        ({}, "load 1.0 after; torch 2.0, pfl 0.6;"),
+        ({"recorded_in": "9a8b7c6d5e"}, "load 1.0 after; recorded in 9a8b7c6d5e, torch 2.0, pfl 0.6;"),
+        ({"load_before": [0.1, 0.5, 0.5]}, "load 0.1 before and 1.0 after; torch 2.0, pfl 0.6;"),
+        ({"uefl": "0.2.0", "commit": ""}, "load 1.0 after; uefl 0.2.0, torch 2.0, pfl 0.6;"),
+        ({"uefl": "0.2.0", "commit": "1a2b3c4d5e"}, "load 1.0 after; uefl 0.2.0 1a2b3c4d5e, torch 2.0, pfl 0.6;"),
     ],
 )
-def test_a_table_names_the_version_of_uefl_where_its_record_does(fields, versions, records):
+def test_a_table_names_load_and_versions_where_its_record_does(fields, versions, records):
     records(make_record("uefl", 2.0, versions={"pfl": "0.6"}, **fields))
     assert versions in render_run("speed", "cpu")
 
