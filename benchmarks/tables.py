@@ -157,6 +157,12 @@ def _list_tables() -> Iterator[tuple[str, PageTable]]:
         for quantity, label in (("begin", "s to the first round"), ("one later", "CPU s per round"), ("peak", "MB"))
         for count in (100, 10_000)
     }
+    memories = {
+        f"{count} clients: resident memory amid the {which} round": f"MB amid the {which} round, {count} clients"
+        for count in (100, 10_000)
+        for which in ("first", "last")
+    }
+    yield "clients memory", show(render_columns, "ten-thousand-clients", "cpu", memories, "system")
     yield "clients summary", show(render_columns, "ten-thousand-clients", "cpu", starts, "system")
 
 

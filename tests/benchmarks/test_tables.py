@@ -131,6 +131,18 @@ def test_pages_quote_only_ratios_of_the_last_records(page):
 
 
 @pytest.mark.records
+@pytest.mark.parametrize("page", ["docs/speed.md", "docs/data.md"])
+def test_pages_state_the_memory_per_client_of_the_last_record(page):
+    records = [r for r in read_last_run("ten-thousand-clients", "cpu") if r["contender"] == "uefl"]
+    few, many = (
+        next(r["value"] for r in records if r["quantity"] == f"{count} clients: resident memory amid the first round")
+        for count in (100, 10_000)
+    )
+    low, high = map(int, re.search(r"(\d+) to (\d+) KB", (ROOT / page).read_text()).groups())
+    assert low <= (many - few) * 1024 / 9900 <= high
+
+
+@pytest.mark.records
 def test_every_record_is_shown():
     page = PAGES[0].read_text()
     for path in tables.RECORDS.glob("*.jsonl"):
