@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from benchmarks.digits import load_digits, make_silos
+from benchmarks.digits import load_digits, make_silos, take_cyclic
 from benchmarks.harness import Measurement, Options
 from uefl.algorithms import METHODS
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
@@ -15,6 +15,8 @@ from uefl.experiment.recipes import make_experiment
 from uefl.experiment.records import Record
 
 NUM_SILOS, TRAIN_PER_SILO, TEST_PER_SILO, VALIDATION_PER_SILO = 3, 40, 8, 8
+NUM_PUBLIC = 100  # images that all silos share, for methods that need them
+TINY_METHODS = ("fedavg", "uefl", "fccl")
 ORDINARY_ROUND = 3
 ROUND_LABELS = {
     2: "round 2: initial codebook",
@@ -26,14 +28,19 @@ ROUND_LABELS = {
 
 def run(options: Options) -> Iterator[Measurement]:
     """Measure the bytes of selected rounds; without a codebook all rounds are alike."""
-    silos = make_silos(load_digits(options.data), NUM_SILOS, TRAIN_PER_SILO, TEST_PER_SILO, VALIDATION_PER_SILO)
-    for method in list(METHODS)[:2] if options.tiny else METHODS:
-        records, has_codebook = run_tiny(method, silos, options.device)
+    digits = load_digits(options.data)
+    public = take_cyclic(digits, len(digits.y) - NUM_PUBLIC, NUM_PUBLIC).x
+    silos = make_silos(digits, NUM_SILOS, TRAIN_PER_SILO, TEST_PER_SILO, VALIDATION_PER_SILO)
+    for method in TINY_METHODS if options.tiny else METHODS:
+        needs_public = METHODS[method].needs_public_images
+        own = [replace(silo, public=public) for silo in silos] if needs_public else silos
+        records, has_codebook = run_tiny(method, own, options.device)
         for round_number, label in ROUND_LABELS.items():
             if has_codebook or round_number == ORDINARY_ROUND:
                 record = records[round_number - 1]
                 num_codewords = max(silo["num_codewords"] for silo in record["silos"].values())
                 note = f"at most {num_codewords} codewords" if has_codebook else ""
+                note += f"{NUM_PUBLIC} public images" if needs_public else ""
                 for direction in ("down", "up"):
                     num_bytes = record[f"bytes_{direction}"] / NUM_SILOS
                     yield Measurement(method, f"{label}, {direction}", "B", [num_bytes], note)
