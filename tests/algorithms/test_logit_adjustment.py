@@ -20,14 +20,17 @@ from torch import nn
 
 from uefl.algorithms import METHODS
 from uefl.algorithms.fccl import LOGITS
+from uefl.algorithms.references import CENTRAL_SILO
 from uefl.core.errors import InputError
 from uefl.core.federation import Examples
-from uefl.core.label_prior import LOG_PRIOR, compute_log_prior
+from uefl.core.label_prior import LOG_PRIOR, compute_log_prior, mark_labels
+from uefl.experiment.experiment import fingerprint_silos
 from uefl.experiment.loading import load, open_models
 from uefl.experiment.silo_choice import choose_silo
 from uefl.experiment.train import train
+from uefl.models.model_config import ModelConfig
 
-ADJUSTED = [name for name in METHODS if name != "centralized"]
+LINEAR_MODEL = ModelConfig(encoder="identity", width=0, hidden_size=0, dropout=0.0, feature_norm="none")
 
 
 def make_skewed_silos():
@@ -66,7 +69,7 @@ def test_training_loss_is_the_cross_entropy_of_adjusted_logits(ensemble_size):
     assert torch.allclose(loss, expected)
 
 
-@pytest.mark.parametrize("name", ADJUSTED)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "centralized"])  # whose own tests are below
 def test_every_method_trains_and_evaluates_with_the_prior(name):
     """Each update of own labels uses it: the weights of one round differ, and so does the evaluation of equal ones."""
     codebook = name in ("uefl", "vq-fedavg")
@@ -97,9 +100,10 @@ def test_silo_evaluates_logits_plus_the_prior_of_its_training_labels():
         assert recorded["nll"] == pytest.approx(float(nn.functional.cross_entropy(logits, silo.test.y)))
 
 
-def test_equal_frequencies_change_nothing_but_rounding():
+@pytest.mark.parametrize("name", ["fedavg", "centralized"])
+def test_equal_frequencies_change_nothing_but_rounding(name):
     one, other = (
-        run_method(make_method("fedavg", logit_adjustment=value), model=MLP_MODEL, dtype=torch.float64)
+        run_method(make_method(name, logit_adjustment=value), model=MLP_MODEL, dtype=torch.float64)
         for value in ("none", "local")
     )
     assert torch.allclose(collect_weights(one), collect_weights(replace_states(other)), atol=1e-9)
@@ -127,13 +131,94 @@ def test_silo_without_training_data_adds_nothing():
     assert adjusted["silo 0"] != plain["silo 0"]
 
 
-def test_centralized_training_has_one_prior_and_needs_none():
+def make_linear_run(name, silos, **fields):
+    """Train logistic regression on full batches, whose order changes nothing but rounding."""
+    method = make_method(name, logit_adjustment="local", mc_samples=1)
+    method = replace(method, local=replace(method.local, batch_size=1000), **fields)
+    return run_method(method, silos, model=LINEAR_MODEL, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("ensemble_size", [1, 2])
+def test_centralized_loss_adjusts_each_example_by_the_prior_of_its_silo(ensemble_size):
+    method, batch = make_method("centralized", logit_adjustment="local"), make_batch()
+    net = build_model(method, replace(MLP_MODEL, ensemble_size=ensemble_size)).double().eval()
+    sources = torch.tensor([2, 0, 1, 0, 2, 1] * 2)
+    silo_labels = [torch.tensor(y) for y in ([0, 0, 1], [2, 2, 2, 2, 1], [1])]
+    marked = torch.cat([mark_labels(y, torch.tensor(i)) for i, y in enumerate(silo_labels)])
+    model = bind_model(net, client_state=method.compute_label_state(net, marked))
+    loss = method.loss(model, batch._replace(y=mark_labels(batch.y, sources)))
+    priors = torch.stack([compute_expected_prior(silo_labels[i]) for i in sources])
+    expected = sum(nn.functional.cross_entropy(logits + priors, batch.y) for logits in net(batch.x).logits)
+    assert torch.allclose(loss, expected)
+
+
+@pytest.mark.parametrize("model", [LINEAR_MODEL, MLP_MODEL])
+def test_centralized_silos_predict_with_the_priors_of_their_own_labels(model):
     silos = make_skewed_silos()
-    one, other = (run_method(make_method("centralized", logit_adjustment=v), silos) for v in ("none", "local"))
+    method = make_method("centralized", logit_adjustment="local", mc_samples=1, evaluate_train=True)
+    net = build_model(method, replace(model, dropout=0.0)).double()
+    run = run_method(method, silos, net=net, dtype=torch.float64)
+    net = run.clients.net.eval()
+    net.load_state_dict(run.server.model_state)
+    losses = []
+    for silo in silos:
+        prior = compute_expected_prior(silo.train.y)
+        recorded = run.records[-1]["silos"][silo.name]
+        assert recorded["nll"] == pytest.approx(compute_nll(net, silo.test, prior))
+        losses += [compute_nll(net, silo.train, prior)] * len(silo.train.y)
+    on_all_data = run.records[-1]["silos"][CENTRAL_SILO]["train"]
+    assert on_all_data["nll"] == pytest.approx(sum(losses) / len(losses))
+
+
+def compute_nll(net, examples, prior):
+    logits = net(examples.x.double()).logits[0].detach() + prior
+    return float(nn.functional.cross_entropy(logits, examples.y))
+
+
+def test_centralized_training_of_one_silo_is_training_it_alone_with_its_prior():
+    silo = make_skewed_silos()[1]
+    centralized, alone = (make_linear_run(name, [silo]) for name in ("centralized", "local-only"))
+    for name, weights in alone.clients.client_states[silo.name].items():
+        if name in centralized.server.model_state:
+            assert torch.allclose(centralized.server.model_state[name], weights, atol=1e-12)
+    records = [run.records[-1]["silos"][silo.name] for run in (centralized, alone)]
+    assert records[0]["nll"] == pytest.approx(records[1]["nll"])
+    assert records[0]["accuracy"] == records[1]["accuracy"]
+
+
+def test_centralized_training_does_not_depend_on_the_order_of_silos():
+    silos = make_skewed_silos()
+    one, other = (run_method(make_method("centralized", logit_adjustment="local"), s) for s in (silos, silos[::-1]))
     assert torch.equal(collect_weights(one), collect_weights(other))
+    assert one.records[-1]["silos"]["silo 0"]["nll"] == other.records[-1]["silos"]["silo 0"]["nll"]
 
 
-@pytest.mark.parametrize("name", ADJUSTED)
+def test_centralized_silo_without_training_data_adds_nothing():
+    first, *others = make_skewed_silos()
+    no_examples = Examples(first.train.x[:0], first.train.y[:0])
+    silos = [replace(first, train=no_examples), *others]
+    method = make_method("centralized", logit_adjustment="local", mc_samples=1)
+    net = build_model(method, replace(MLP_MODEL, dropout=0.0)).double()
+    run = run_method(method, silos, net=net, dtype=torch.float64)
+    net = run.clients.net.eval()
+    net.load_state_dict(run.server.model_state)
+    recorded = run.records[-1]["silos"]["silo 0"]
+    assert recorded["nll"] == pytest.approx(compute_nll(net, first.test, torch.zeros(NUM_CLASSES)))
+
+
+def test_only_centralized_runs_with_the_prior_get_another_fingerprint():
+    """They trained without it in earlier versions, and a finished run is found by this hash."""
+    silos = make_skewed_silos()
+
+    def compute_fingerprint(value):
+        return fingerprint_silos(make_method("centralized", logit_adjustment=value).prepare_silos(silos))
+
+    prepared = make_method("centralized", logit_adjustment="local").prepare_silos(silos)
+    without_priors = [replace(silo, sources=None, moved_labels=None) for silo in prepared]
+    assert fingerprint_silos(without_priors) == compute_fingerprint("none") != compute_fingerprint("local")
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_prior_is_in_no_message(name):
     silos = make_skewed_silos()
     run = run_method(make_method(name, logit_adjustment="local", codebook=name in ("uefl", "vq-fedavg")), silos)
@@ -160,7 +245,7 @@ def train_adjusted(name, silos, **fields):
     return train(method, silos, encoder, num_classes=NUM_CLASSES, hidden_size=16), encoder
 
 
-@pytest.mark.parametrize("name", ["fedavg", "uefl", "vhl", "fedcr", "pmfl", "fccl", "local-only"])
+@pytest.mark.parametrize("name", ["fedavg", "uefl", "vhl", "fedcr", "pmfl", "fccl", "local-only", "centralized"])
 def test_a_silos_model_predicts_with_its_prior(name, tmp_path):
     silos = make_skewed_silos()
     result, encoder = train_adjusted(name, silos, codebook=name == "uefl")

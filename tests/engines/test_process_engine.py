@@ -83,6 +83,11 @@ def test_every_method_has_the_bits_of_the_serial_engine(name: str, pool: WorkerP
     assert_equal_runs(run_engine(method, partial(ProcessEngine, pool=pool)), run_engine(method))
 
 
+def test_centralized_training_with_label_priors_has_the_bits_of_the_serial_engine(pool: WorkerPool) -> None:
+    method = make_law_method("centralized", logit_adjustment="local")
+    assert_equal_runs(run_engine(method, partial(ProcessEngine, pool=pool)), run_engine(method))
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_the_number_of_processes_changes_nothing(num_workers: int, pool: WorkerPool) -> None:
     few = WorkerPool(num_workers)

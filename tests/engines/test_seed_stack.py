@@ -50,6 +50,7 @@ METHODS_TO_STACK: dict[str, FedAvg] = {
     "uefl, in groups": replace(UEFL_METHOD, group_rounds=2, fine_tuning_epochs=1),
     "vq-fedavg": VQFedAvg(**SHORT_RUN, codebook=replace(SMALL_CODEBOOK, extend="none")),
     "centralized": make_short_method(METHODS["centralized"]),
+    "centralized with label priors": replace(make_short_method(METHODS["centralized"]), logit_adjustment="local"),
     **{name: make_short_method(METHODS[name]) for name in OTHER_METHODS},
 }
 

@@ -72,6 +72,7 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
     "augmentation": (UEFL_METHOD, {"augment": "crop:2+flip"}),
     "fedprox with a codebook": (METHODS["fedprox"](**SHORT_RUN, codebook=ALWAYS_EXTENDED), {}),
     **{name: (make_short_method(METHODS[name]), {}) for name in OTHER_METHODS},
+    "centralized with label priors": (METHODS["centralized"](**SHORT_RUN, logit_adjustment="local"), {}),
     **{
         f"extend={extend}": (
             UEFL(**{**SHORT_RUN, "iterations": 3}, codebook=replace(ALWAYS_EXTENDED, extend=extend)),
@@ -108,7 +109,7 @@ def fail_to_compile(*_: Any) -> Any:
     [
         ("fedprox with a codebook", "aot_eager", 5),
         ("codebook with task gradient and learned gate", "aot_eager", 5),
-        *((name, "aot_eager", 2) for name in OTHER_METHODS),
+        *((name, "aot_eager", 2) for name in (*OTHER_METHODS, "centralized with label priors")),
         ("local batch norm", fail_to_compile, 2),
     ],
 )

@@ -39,7 +39,8 @@ class Examples(NamedTuple):
 class Silo:
     """An owner of data. Training uses `train`, decisions use `validation`; `test` is never used for a decision (D3).
 
-    `calibration` is no split: no engine reads it. It is for what follows the training.
+    `calibration` is no split: no engine reads it. It is for what follows the training. A method that moves training
+    examples to another silo sets the last two fields, if it needs to know whose they were.
     """
 
     name: str
@@ -50,6 +51,13 @@ class Silo:
     public: Tensor | None = None  # [P, ...] images that every silo can read, without labels; the same for all silos
     train_groups: Tensor | None = None  # [n] int64, equal for training examples of one group, such as a patient
     calibration: Examples | None = None  # examples that only a calibration reads, after training; None: none
+    sources: Tensor | None = None  # [n] int64, number of the silo that each training example came from
+    moved_labels: Tensor | None = None  # [m] int64, labels of the training examples that another silo has instead
+
+    @property
+    def own_labels(self) -> Tensor:
+        """Labels of the silo's own training examples, wherever they are; their frequencies are its label prior."""
+        return self.train.y if self.moved_labels is None else self.moved_labels
 
     @classmethod
     def from_tensors(

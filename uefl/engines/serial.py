@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from uefl.core.federation import (
     load_examples,
     size_in_bytes,
 )
+from uefl.core.label_prior import mark_labels
 from uefl.core.lazy_tensor import is_lazy, map_inputs
 from uefl.core.noise import (
     NoiseLayer,
@@ -154,6 +156,8 @@ class SerialEngine:
             )
 
     def _move_to_device(self, silo: Silo) -> Silo:
+        if silo.sources is not None:
+            silo = replace(silo, train=silo.train._replace(y=mark_labels(silo.train.y, silo.sources)), sources=None)
         if is_lazy(silo.train.x):  # its examples are moved when they are read
             return silo
         move, groups = self._move_examples, silo.train_groups
@@ -164,6 +168,7 @@ class SerialEngine:
             move(silo.test),
             silo.domain,
             train_groups=None if groups is None else groups.to(self.device),
+            moved_labels=silo.moved_labels,
         )
 
     def _get_train_examples(self, name: str) -> Examples:
@@ -237,7 +242,7 @@ class SerialEngine:
 
     def _make_label_state(self, method: Method, name: str) -> Tensors:
         """Return the client state that follows from this silo's training labels."""
-        label_state = method.compute_label_state(self.net, self.silos[name].train.y)
+        label_state = method.compute_label_state(self.net, self.silos[name].own_labels)
         return {n: t.to(self.device, self.dtype) for n, t in label_state.items()}
 
     def _train_silo(self, method: Method, model: ClientModel, broadcast: Broadcast, name: str) -> int:

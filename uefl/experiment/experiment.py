@@ -102,6 +102,8 @@ def fingerprint_silos(silos: Sequence[Silo]) -> str:
             digest.update(silo.train_groups.contiguous().numpy().tobytes())
         for tensor in silo.calibration or ():  # without a calibration part, the hash is that of earlier versions
             digest.update(b"" if is_lazy(tensor) else tensor.contiguous().numpy().tobytes())
+        for labels in (silo.sources, silo.moved_labels):  # of centralized training with label priors alone
+            digest.update(b"" if labels is None else labels.contiguous().numpy().tobytes())
     if (public := silos[0].public) is not None:  # the same for all silos
         digest.update(public.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]

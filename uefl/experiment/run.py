@@ -165,7 +165,7 @@ def prepare_run(
         num_workers=num_workers,
     )
     domains = {silo.name: silo.domain for silo in silos}
-    counts = {silo.name: count_labels(silo.train.y, len(images.classes)) for silo in silos}
+    counts = {silo.name: count_labels(silo.own_labels, len(images.classes)) for silo in silos}
     context = RunContext(
         fingerprint=fingerprint_silos(silos),
         domains=domains,

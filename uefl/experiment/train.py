@@ -201,7 +201,7 @@ def train_clients(
     server = server.replace(completed_records=())
     summary = summarize_records(records, {silo.name: silo.domain for silo in silos})
     method_name, method_settings = describe_method(method)
-    label_counts = {silo.name: count_labels(silo.train.y, num_classes) for silo in silos}
+    label_counts = {silo.name: count_labels(silo.own_labels, num_classes) for silo in silos}
     description = Description(
         method_name=method_name,
         method=method_settings,
