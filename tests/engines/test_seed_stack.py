@@ -24,7 +24,14 @@ from harness import (
     make_striped_silo,
     run_rounds,
 )
-from test_stacked_engine import ALWAYS_EXTENDED, OTHER_METHODS, assert_close, find_difference, make_encoder
+from test_stacked_engine import (
+    ALWAYS_EXTENDED,
+    OTHER_METHODS,
+    PublicLogitsLoss,
+    assert_close,
+    find_difference,
+    make_encoder,
+)
 
 from uefl.algorithms import METHODS, centroids
 from uefl.algorithms.fedavg import FedAvg
@@ -37,6 +44,7 @@ from uefl.engines.stacked import two_part_tasks
 from uefl.engines.stacked.capture_lock import CAPTURE_LOCK
 from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
+from uefl.engines.stacked.silo_mapper import SiloMapper
 from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment.rounds import iterate_rounds
 
@@ -51,6 +59,7 @@ METHODS_TO_STACK: dict[str, FedAvg] = {
     "vq-fedavg": VQFedAvg(**SHORT_RUN, codebook=replace(SMALL_CODEBOOK, extend="none")),
     "centralized": make_short_method(METHODS["centralized"]),
     "centralized with label priors": replace(make_short_method(METHODS["centralized"]), logit_adjustment="local"),
+    "loss that reads public images": PublicLogitsLoss(**SHORT_RUN),
     **{name: make_short_method(METHODS[name]) for name in OTHER_METHODS},
 }
 
@@ -215,6 +224,19 @@ def test_ctrl_c_waits_for_the_seeds_of_all_stacks():
 def test_each_seed_equals_its_run_alone(name):
     method = METHODS_TO_STACK[name]
     assert_equals_runs_alone(method, run_stacked(method, SEEDS))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fccl"])
+def test_public_images_are_selected_only_where_a_method_reads_them(name, monkeypatch):
+    """FCCL reads them at the end of the training, no other method does; every seed has a set of its own."""
+    method, calls = make_short_method(METHODS[name]), []
+    select, finish = SiloMapper._select_public_images, type(method).finish_training
+    monkeypatch.setattr(SiloMapper, "_select_public_images", lambda *a: calls.append("select") or select(*a))
+    monkeypatch.setattr(type(method), "finish_training", lambda *a, **kw: calls.append("finish") or finish(*a, **kw))
+    run_stacked(method, SEEDS)
+    finished = calls.count("finish")
+    assert finished > method.total_rounds
+    assert calls == (["finish", "select"] if name == "fccl" else ["finish"]) * finished
 
 
 def test_silos_of_all_seeds_are_clustered_at_once_but_in_bounded_memory(monkeypatch):

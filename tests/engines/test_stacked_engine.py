@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -18,6 +18,7 @@ from uefl.algorithms.extensible_codebook import Extend
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
+from uefl.core.federation import Batch, ClientModel
 from uefl.core.local import LocalTraining
 from uefl.core.noise import batched_permutations, derive_key, permutation
 from uefl.engines.serial import SerialEngine
@@ -31,6 +32,15 @@ def make_encoder() -> nn.Module:
     """[B, 1, 8, 8] -> [B, 8, 2, 2]. No bias before batch norm: its gradient is rounding error, which Adam amplifies."""
     first = nn.Conv2d(1, 8, 3, stride=2, padding=1, bias=False)
     return nn.Sequential(first, nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, padding=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicLogitsLoss(FedAvg):
+    """Every step also makes the logits of the first public images small."""
+
+    def loss(self, model: ClientModel, batch: Batch) -> torch.Tensor:
+        assert model.public_images is not None
+        return super().loss(model, batch) + model(model.public_images[:6]).logits[0].square().mean()
 
 
 make_engine = partial(make_clients, encoder_factory=make_encoder)
@@ -70,6 +80,7 @@ SETUPS: dict[str, tuple[FedAvg, dict[str, Any]]] = {
         {"ensemble_size": 2},
     ),
     "augmentation": (UEFL_METHOD, {"augment": "crop:2+flip"}),
+    "loss that reads public images": (PublicLogitsLoss(**SHORT_RUN), {}),
     "fedprox with a codebook": (METHODS["fedprox"](**SHORT_RUN, codebook=ALWAYS_EXTENDED), {}),
     **{name: (make_short_method(METHODS[name]), {}) for name in OTHER_METHODS},
     "centralized with label priors": (METHODS["centralized"](**SHORT_RUN, logit_adjustment="local"), {}),

@@ -137,8 +137,9 @@ class FCCL(FedAvg):
     ) -> tuple[Tensors, Tensors]:
         """Return the logits of the public images, and the teachers of the next round."""
         del examples, num_steps, lr
-        assert model.public_images is not None
-        batches = torch.split(model.public_images, self.local.eval_batch_size)
+        public_images = model.public_images
+        assert public_images is not None
+        batches = torch.split(public_images, self.local.eval_batch_size)
         logits = torch.cat([model(x).logits[0] for x in batches])
         num_rounds, tensors = model.client_state[NUM_ROUNDS], select_floats(model.state_dict())
         earlier = {n: model.client_state[PRETRAINED_PREFIX + n] for n in tensors}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +24,7 @@ class ClientModel:
         received_state: Tensors | None = None,
         client_state: Tensors | None = None,
         buffers: Tensors | None = None,
-        public_images: Tensor | None = None,
+        select_public_images: Callable[[], Tensor] | None = None,
         is_bound: bool = True,
     ) -> None:
         self.net = net
@@ -33,8 +33,13 @@ class ClientModel:
         self.extras = extras or {}  # extras of the broadcast
         self.received_state = received_state or {}  # θ as it arrived this round
         self.client_state = client_state or {}  # tensors this silo stores between rounds, beside the network's
-        self.public_images = public_images  # [P, ...] that every silo can read, if there are any
+        self._select_public_images = select_public_images
         self._is_bound = is_bound  # `params` are the network's own tensors
+
+    @property
+    def public_images(self) -> Tensor | None:
+        """Images [P, ...] that every silo can read, if there are any; selecting one of several sets copies it."""
+        return self._select_public_images() if self._select_public_images else None
 
     def call(self, method_name: str, *args: Any) -> Any:
         """Call a method of the network, or of a part of it (`classifier.head`), with this client's tensors."""
@@ -60,7 +65,7 @@ class ClientModel:
             received_state=self.received_state,
             client_state=self.client_state,
             buffers=self.buffers,
-            public_images=self.public_images,
+            select_public_images=self._select_public_images,
             is_bound=False,
         )
 

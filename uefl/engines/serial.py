@@ -203,7 +203,7 @@ class SerialEngine:
             # In the network's memory layout, unless the silo starts with other values.
             received_state={n: t.to(network_tensors[n], copy=True) for n, t in received.items()},
             client_state={n: t for n, t in client_state.items() if n not in local_tensors},
-            public_images=self._get_public_examples(name).x,
+            select_public_images=lambda: self._get_public_examples(name).x,
         )
 
     def _collect_public_examples(self, silos: Sequence[Silo]) -> Examples:

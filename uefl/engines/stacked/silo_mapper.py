@@ -44,7 +44,7 @@ class SiloMapper:
                 extras={**stack.shared_extras, **client_extras},
                 received_state={**stack.shared_received, **client_received},
                 client_state=client_state,
-                public_images=self._select_public_images(public_set),
+                select_public_images=lambda: self._select_public_images(public_set),
                 buffers=buffers | {f"{layer}.key": key for layer in self._noise_layer_names},
                 is_bound=False,
             )
