@@ -230,13 +230,21 @@ def test_each_seed_equals_its_run_alone(name):
 def test_public_images_are_selected_only_where_a_method_reads_them(name, monkeypatch):
     """FCCL reads them at the end of the training, no other method does; every seed has a set of its own."""
     method, calls = make_short_method(METHODS[name]), []
-    select, finish = SiloMapper._select_public_images, type(method).finish_training
-    monkeypatch.setattr(SiloMapper, "_select_public_images", lambda *a: calls.append("select") or select(*a))
+    select, finish = SiloMapper.select_public_images, type(method).finish_training
+    monkeypatch.setattr(SiloMapper, "select_public_images", lambda *a: calls.append("select") or select(*a))
     monkeypatch.setattr(type(method), "finish_training", lambda *a, **kw: calls.append("finish") or finish(*a, **kw))
     run_stacked(method, SEEDS)
     finished = calls.count("finish")
     assert finished > method.total_rounds
     assert calls == (["finish", "select"] if name == "fccl" else ["finish"]) * finished
+
+
+def test_compiled_steps_read_the_public_images_of_the_seed_that_trains(monkeypatch):
+    """One silo at a time: the code that was compiled for a silo of one seed also trains those of the others."""
+    monkeypatch.setattr("uefl.engines.stacked.compiler.COMPILE_BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    method = METHODS_TO_STACK["loss that reads public images"]
+    assert_equals_runs_alone(method, run_stacked(method, SEEDS, max_stack_size=1, use_compiler=True))
 
 
 def test_silos_of_all_seeds_are_clustered_at_once_but_in_bounded_memory(monkeypatch):

@@ -121,6 +121,7 @@ def fail_to_compile(*_: Any) -> Any:
         ("fedprox with a codebook", "aot_eager", 5),
         ("codebook with task gradient and learned gate", "aot_eager", 5),
         *((name, "aot_eager", 2) for name in (*OTHER_METHODS, "centralized with label priors")),
+        ("loss that reads public images", "aot_eager", 2),
         ("local batch norm", fail_to_compile, 2),
     ],
 )

@@ -34,8 +34,10 @@ class Compiler:
         trainable_names: Collection[str],
         noise_layers: Sequence[NoiseLayer],
         autocast: Callable[[], AbstractContextManager[object]],
+        select_public_images: Callable[[Tensors], Tensor],
     ) -> None:
         self.net, self.trainable_names, self.noise_layers, self.autocast = net, trainable_names, noise_layers, autocast
+        self.select_public_images = select_public_images
         make_layers_fusible(net)
 
     def compute_gradients(self, buffers: DeviceBuffers, update: Update, keys: Tensor, batch: Batch) -> Tensors | None:
@@ -96,12 +98,14 @@ class Compiler:
         import torch._inductor as inductor
 
         stack = buffers.stack
+        public_set = {n: t[0] for n, t in stack.public_set.items()}
         model = ClientModel(
             self.net,
             {n: p for n, p in self.net.named_parameters() if n in self.trainable_names},
             extras={**stack.shared_extras, **{n: t[0] for n, t in stack.client_extras.items()}},
             received_state={**stack.shared_received, **{n: t[0] for n, t in stack.client_received.items()}},
             client_state={n: t[0] for n, t in stack.client_state.items()},
+            select_public_images=lambda: self.select_public_images(public_set),
         )
 
         def compute_loss(x: Tensor, y: Tensor, step: Tensor) -> Tensor:

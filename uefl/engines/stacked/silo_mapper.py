@@ -44,7 +44,7 @@ class SiloMapper:
                 extras={**stack.shared_extras, **client_extras},
                 received_state={**stack.shared_received, **client_received},
                 client_state=client_state,
-                select_public_images=lambda: self._select_public_images(public_set),
+                select_public_images=lambda: self.select_public_images(public_set),
                 buffers=buffers | {f"{layer}.key": key for layer in self._noise_layer_names},
                 is_bound=False,
             )
@@ -57,7 +57,7 @@ class SiloMapper:
                 return vmap(call)(*stacked)
         return tree_map(lambda t: t.unsqueeze(0), call(*tree_map(lambda t: t.squeeze(0), stacked)))
 
-    def _select_public_images(self, public_set: Tensors) -> Tensor:
+    def select_public_images(self, public_set: Tensors) -> Tensor:
         """Return the set of public images whose number is given, or the only one."""
         if not public_set:
             return self.public_sets[0]

@@ -105,9 +105,8 @@ class StackedEngine(SerialEngine):
         x = next(iter(self.silos.values())).test.x
         self._activations = count_activations(self.net, x.shape[1:], x.dtype)
         self._buffers: dict[Any, DeviceBuffers] = {}
-        self._compiler = (
-            Compiler(self.net, self._trainable_names, self._noise_layers, self._autocast) if use_compiler else None
-        )
+        parts = (self.net, self._trainable_names, self._noise_layers, self._autocast)
+        self._compiler = Compiler(*parts, self._mapper.select_public_images) if use_compiler else None
 
     def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
         return self._fit_clients(method, [broadcast], evaluate=evaluate)
