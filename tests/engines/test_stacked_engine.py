@@ -9,7 +9,17 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from harness import LOCAL, SHORT_RUN, SMALL_CODEBOOK, make_clients, make_short_method, make_striped_silo, run_rounds
+from harness import (
+    LOCAL,
+    SHORT_RUN,
+    SMALL_CODEBOOK,
+    make_clients,
+    make_short_method,
+    make_striped_examples,
+    make_striped_silo,
+    make_striped_silos,
+    run_rounds,
+)
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -18,7 +28,7 @@ from uefl.algorithms.extensible_codebook import Extend
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
-from uefl.core.federation import Batch, ClientModel
+from uefl.core.federation import Batch, ClientModel, ServerState
 from uefl.core.local import LocalTraining
 from uefl.core.noise import batched_permutations, derive_key, permutation
 from uefl.engines.serial import SerialEngine
@@ -185,6 +195,25 @@ def test_batches_of_different_lengths_are_never_padded():
     stacked, _ = run_rounds(UEFL_METHOD, make_engine(UEFL_METHOD, silos, dtype=torch.float64, engine=StackedEngine))
     serial, _ = run_rounds(UEFL_METHOD, make_engine(UEFL_METHOD, silos, dtype=torch.float64))
     assert_close(stacked.model_state, serial.model_state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EverySilo(FedAvg):
+    """Silos without training examples take part too, in every other round they alone."""
+
+    def select_participants(self, clients: Any, server: ServerState) -> tuple[str, ...]:
+        return tuple(n for n, size in clients.num_examples.items() if server.round % 2 or not size)
+
+
+@pytest.mark.parametrize("max_stack_size", [0, 1])
+def test_silos_without_training_examples_take_no_step(max_stack_size):
+    no_examples = make_striped_examples(0, 0)
+    silos = [replace(silo, train=no_examples) if silo.name < "c" else silo for silo in make_striped_silos()]
+    method, engine = EverySilo(**SHORT_RUN), partial(StackedEngine, max_stack_size=max_stack_size)
+    stacked, records = run_rounds(method, make_engine(method, silos, dtype=torch.float64, engine=engine), 2)
+    serial, serial_records = run_rounds(method, make_engine(method, silos, dtype=torch.float64), 2)
+    assert_close(stacked.model_state, serial.model_state)
+    assert [find_difference(a, b) for a, b in zip(records, serial_records, strict=True)] == [""] * len(records)
 
 
 def test_batched_permutations_equal_single_ones():

@@ -387,7 +387,7 @@ class StackedEngine(SerialEngine):
             keys = [[self._derive_key(n, broadcast.round, s, purpose) for n, s in zip(names, row)] for row in steps]
             numbers = self._to_device([order_keys, self._data.offsets(split, names), *steps, *keys])  # in one copy
             order = batched_permutations(numbers[0], sizes) + numbers[1][:, None]
-            device_steps, device_keys = torch.split(numbers[2:], len(positions))
+            device_steps, device_keys = numbers[2 : 2 + len(positions)], numbers[2 + len(positions) :]
             for position in positions:
                 lengths = [batch_length(slices, position) for slices in batch_slices]
                 for length, group in groupby(range(len(names)), lengths.__getitem__):
