@@ -35,6 +35,23 @@ class Holder(threading.Thread):
         self.join(SECONDS)
 
 
+class InterruptedCondition(threading.Condition):
+    """A condition whose first wait ends by Ctrl-C as soon as a second thread waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_waits, self.is_waited_for = 0, threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        self.is_waited_for.set()
+        if self.num_waits > 1:
+            return super().wait(timeout)
+        while self.num_waits < 2:
+            super().wait(0.01)
+        raise KeyboardInterrupt
+
+
 def test_threads_that_do_not_capture_work_at_the_same_time() -> None:
     lock = CaptureLock()
     holders = [Holder(lock.work) for _ in range(3)]
@@ -88,6 +105,27 @@ def test_a_thread_that_waits_to_capture_comes_before_new_work() -> None:
     capture.end()
     assert later.has_begun.wait(SECONDS)
     later.end()
+
+
+def test_a_thread_that_is_interrupted_before_its_capture_lets_others_work() -> None:
+    lock, condition = CaptureLock(), InterruptedCondition()
+    lock._has_changed = condition
+
+    def capture() -> None:
+        with pytest.raises(KeyboardInterrupt), lock.capture():
+            pass
+
+    first = Holder(lock.work)
+    assert first.has_begun.wait(SECONDS)
+    interrupted = threading.Thread(target=capture, daemon=True)
+    interrupted.start()
+    assert condition.is_waited_for.wait(SECONDS)
+    later = Holder(lock.work)
+    assert later.has_begun.wait(SECONDS)
+    for thread in (first, later):
+        thread.end()
+    interrupted.join(SECONDS)
+    assert not lock.excludes_captures
 
 
 @pytest.mark.parametrize("name", ["capture", "work"])

@@ -38,6 +38,7 @@ class CaptureLock:
                 self._is_capturing = True
             finally:
                 self._num_waiting_to_capture -= 1
+                self._has_changed.notify_all()  # after Ctrl-C, no capture follows that would do so
         try:
             yield
         finally:
