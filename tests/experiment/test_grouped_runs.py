@@ -82,7 +82,7 @@ def test_seeds_end_as_alone_also_after_an_interruption(experiments, tmp_path):
         alone = run(experiments[name], tmp_path / "alone", engine="serial")
         assert folder.name == alone.name
         pairs = zip(read_accuracies(folder), read_accuracies(alone), strict=True)
-        assert all(math.isclose(one, other, rel_tol=1e-7) for one, other in pairs)
+        assert all(math.isclose(one, other, rel_tol=1e-9) for one, other in pairs)
         rounds = [json.loads(line)["round"] for line in RunFolder(folder).records_path.read_text().splitlines()]
         assert rounds == list(range(1, experiments[name].method.total_rounds + 1))
     finished: list[str] = []
@@ -180,7 +180,7 @@ def test_seeds_in_two_stacks_resume_and_end_as_alone(tmp_path, monkeypatch):
         alone = run(seeds[name], tmp_path / "alone", engine="serial")
         assert folder.name == alone.name
         pairs = zip(read_accuracies(folder), read_accuracies(alone), strict=True)
-        assert all(math.isclose(one, other, rel_tol=1e-7) for one, other in pairs)
+        assert all(math.isclose(one, other, rel_tol=1e-9) for one, other in pairs)
 
 
 def test_memory_of_a_device_is_given_back_when_the_stacks_are_gone(experiments, tmp_path, monkeypatch):
@@ -280,7 +280,7 @@ def test_seeds_with_their_own_public_images_end_in_one_stack_as_alone(tmp_path, 
     for name, folder in folders.items():
         alone = run(runs[name], tmp_path / "alone", engine="serial")
         pairs = zip(read_accuracies(folder), read_accuracies(alone), strict=True)
-        assert all(math.isclose(one, other, rel_tol=1e-7) for one, other in pairs)
+        assert all(math.isclose(one, other, rel_tol=1e-9) for one, other in pairs)
 
 
 def test_runs_of_a_group_differ_in_their_seed_alone(experiments):
@@ -304,4 +304,4 @@ def test_folds_end_in_stacks_as_alone_also_with_other_columns(tmp_path):
     for name, folder in folders.items():
         alone = run(folds[name], tmp_path / "alone", engine="serial")
         pairs = zip(read_accuracies(folder), read_accuracies(alone), strict=True)
-        assert all(math.isclose(one, other, rel_tol=1e-7) for one, other in pairs)
+        assert all(math.isclose(one, other, rel_tol=1e-9) for one, other in pairs)
