@@ -45,6 +45,7 @@ from uefl.engines.stacked.capture_lock import CAPTURE_LOCK
 from uefl.engines.stacked.device_buffers import DeviceBuffers
 from uefl.engines.stacked.seed_stack import SeedStack, make_locks, run_together
 from uefl.engines.stacked.silo_mapper import SiloMapper
+from uefl.engines.stacked.stack_trainer import StackTrainer
 from uefl.engines.stacked.stacked_engine import StackedEngine
 from uefl.experiment.rounds import iterate_rounds
 
@@ -330,7 +331,7 @@ def test_work_for_later_is_done_while_the_device_trains(monkeypatch):
     method, stack = replace(make_short_method(FedAvg), rounds=1, iterations=1), SeedStack(dtype=torch.float64)
     events: list[str] = []
     have_both_worked = threading.Event()
-    train, finish = StackedEngine._train_stack, StackedEngine._finish_stack
+    train, finish = StackedEngine._train_stack, StackTrainer.finish
 
     def train_stack(*args: Any) -> Any:
         num_steps = train(*args)
@@ -350,7 +351,7 @@ def test_work_for_later_is_done_while_the_device_trains(monkeypatch):
         run_rounds(method, stack.open_clients(make_silos(seed), make_net(method, seed), seed, work))
 
     monkeypatch.setattr(StackedEngine, "_train_stack", train_stack)
-    monkeypatch.setattr(StackedEngine, "_finish_stack", finish_stack)
+    monkeypatch.setattr(StackTrainer, "finish", finish_stack)
     stack.run([partial(run_seed, seed) for seed in SEEDS])
     assert events[:3] == ["queued", "work", "work"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -273,6 +275,21 @@ def test_a_stack_that_cannot_be_made_is_split_also_after_a_stack_of_one_silo(mon
     server, _ = run_rounds(method, clients)
     assert warnings == ["3 silos at a time do not fit into the memory of cpu; the run continues with 2 at a time."]
     torch.testing.assert_close(server.model_state, expected.model_state)
+
+
+def test_the_images_of_an_engine_are_freed_as_soon_as_nothing_refers_to_it():
+    """On a GPU, those of the next run might not fit beside them until the garbage collection."""
+    method = make_short_method(FedAvg)
+    clients = make_clients(method, engine=StackedEngine)
+    run_rounds(method, clients, 2)
+    clients.release()
+    data = weakref.ref(clients._data)
+    gc.disable()
+    try:
+        del clients
+        assert data() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("place", ["_load_stack", "_move_examples"])

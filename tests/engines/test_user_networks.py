@@ -28,6 +28,7 @@ from uefl.core.federation import Batch, Broadcast, ClientModel, Silo, Update
 from uefl.engines.serial import SerialEngine
 from uefl.engines.stacked import stack_size
 from uefl.engines.stacked.stacked_engine import StackedEngine
+from uefl.engines.stacked.task_runner import TaskRunner
 from uefl.experiment.train import train
 
 ENGINES: dict[str, Any] = {
@@ -131,13 +132,13 @@ def test_evaluation_stacks_no_more_silos_than_fit_in_memory(monkeypatch: pytest.
     method = replace(ONE_ROUND, local=replace(LOCAL, batch_size=2, eval_batch_size=14))
     engine = make_clients(method, engine=StackedEngine)
     calls: list[tuple[int, int]] = []
-    compute_sums = StackedEngine._compute_sums
+    compute_sums = TaskRunner._compute_sums
 
-    def record_call(self: StackedEngine, *args: Any) -> Any:
+    def record_call(self: TaskRunner, *args: Any) -> Any:
         calls.append((len(args[2].silo_names), args[-1]))
         return compute_sums(self, *args)
 
-    monkeypatch.setattr(StackedEngine, "_compute_sums", record_call)
+    monkeypatch.setattr(TaskRunner, "_compute_sums", record_call)
     two_silos = engine._activations.total * 2 * 14
     monkeypatch.setitem(stack_size.MAX_STACK_ACTIVATIONS, "cpu", two_silos)
     bounded, _ = run_rounds(method, engine)

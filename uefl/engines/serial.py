@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,7 @@ class SerialEngine:
         self.initial_tensors = {name: t.clone() for name, t in self.net.state_dict().items()}
         self.client_states: dict[str, Tensors] = {}  # by silo; part of the checkpoint
         self._noise_layers = salt_noise_layers(self.net)
+        self._autocast = partial(make_autocast, self.device, matmul_precision)
 
     @property
     def domains(self) -> Mapping[str, str]:
@@ -348,12 +350,6 @@ class SerialEngine:
         self.client_states[name] = {**model.client_state, **client_state, **{n: tensors[n] for n in local_names}}
         return {n: t for n, t in tensors.items() if n not in local_names}
 
-    def _autocast(self) -> AbstractContextManager[object]:
-        """Return the context of half-precision products; codewords and sums keep full precision."""
-        if self.matmul_precision != "bf16":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-
     def _seed_noise(self, noise_key: int) -> None:
         seed_noise(self._noise_layers, noise_key, self.device)
 
@@ -366,6 +362,13 @@ def move_examples(examples: Examples, device: torch.device, dtype: torch.dtype) 
     target = examples.x.dtype if is_integer(examples.x) else dtype
     x = map_inputs(examples.x, lambda x: to_channels_last(x.to(device, target)), target)
     return Examples(x, examples.y.to(device))
+
+
+def make_autocast(device: torch.device, matmul_precision: MatmulPrecision) -> AbstractContextManager[object]:
+    """Return the context of half-precision products; codewords and sums keep full precision."""
+    if matmul_precision != "bf16":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def seed_noise(layers: Sequence[NoiseLayer], noise_key: int, device: torch.device) -> None:

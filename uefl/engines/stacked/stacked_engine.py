@@ -1,8 +1,8 @@
 """The stacked engine: the weights of several silos are stacked, and one pass trains or evaluates them all.
 
-Silos are stacked if they have equally many codewords and client state of the same shapes. Batches are never padded: at
-each position of an epoch, silos with batches of equal length run together. On CUDA a step is captured as a graph and
-then replayed. A stack of one silo runs without `vmap`, for networks that fill a device with one silo's batch.
+Silos are stacked if they have equally many codewords and client state of the same shapes. The engine makes the stacks
+and the replies; `StackTrainer` trains a stack, and `TaskRunner` runs client tasks on it. A stack of one silo runs
+without `vmap`, for networks that fill a device with one silo's batch.
 """
 
 from __future__ import annotations
@@ -12,39 +12,29 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from uefl.core import noise_addresses as addresses
 from uefl.core.aggregate import find_finite_rows
-from uefl.core.device_copy import copy_without_waiting
 from uefl.core.errors import InputError
 from uefl.core.federation import (
     SPLITS,
-    Batch,
     Broadcast,
-    ClientModel,
     ClientTask,
     Evaluations,
-    Examples,
     Method,
-    Phase,
     Reply,
     Silo,
     Split,
     Tensors,
-    Update,
     find_row,
     gather_accessible_rows,
     is_codeword_tensor,
-    iterate_batch_slices,
     size_in_bytes,
 )
 from uefl.core.lazy_tensor import is_lazy
-from uefl.core.noise import batched_permutations
 from uefl.engines.optimizer_state import OPTIMIZER_CODEWORDS, drop_stale_optimizer_state, list_codeword_indices
 from uefl.engines.serial import SerialEngine, has_torch_dropout, to_channels_last
 from uefl.engines.stacked.capture_lock import CAPTURE_LOCK
@@ -57,14 +47,15 @@ from uefl.engines.stacked.client_stack import (
     describe_silos,
     pack_tensors,
     stack_clients,
-    to_slice,
     unstack_tensors,
 )
 from uefl.engines.stacked.compiler import Compiler
 from uefl.engines.stacked.device_buffers import DeviceBuffers
-from uefl.engines.stacked.device_data import PUBLIC, DeviceData
+from uefl.engines.stacked.device_data import DeviceData
 from uefl.engines.stacked.silo_mapper import SiloMapper
-from uefl.engines.stacked.stack_size import batch_length, compute_stack_size, count_activations
+from uefl.engines.stacked.stack_size import compute_stack_size, count_activations
+from uefl.engines.stacked.stack_trainer import NoiseKeys, StackTrainer
+from uefl.engines.stacked.task_runner import TaskRunner
 from uefl.engines.stacked.two_part_tasks import complete_answers
 
 
@@ -86,6 +77,8 @@ class StackedEngine(SerialEngine):
         self._is_lazy = any(is_lazy(silo.train.x) for silo in silos)
         try:
             super().__init__(silos, net, **settings)
+            public_offsets = {name: self._num_public * self._get_public_set(name) for name in self.silos}
+            self._data = DeviceData(self.device, self.public, self._num_public, public_offsets)
             self._load_stack([*self.silos][:1] if self._is_lazy else [*self.silos])
         except torch.OutOfMemoryError:
             hint = "use fewer images per silo" if self._is_lazy else "use lazy=true, or fewer images per silo"
@@ -94,11 +87,11 @@ class StackedEngine(SerialEngine):
             raise InputError("engine=stacked does not support torch's Dropout; use uefl's Dropout or engine=serial")
         self.max_stack_size = max_stack_size
         # A captured graph reads from one place, but the examples of lazy silos are loaded anew for every stack.
-        self.use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda" and not self._is_lazy
+        use_cuda_graphs = use_cuda_graphs and self.device.type == "cuda" and not self._is_lazy
         public_sets = self.public.x.view(self._num_public_sets, self._num_public, *self.public.x.shape[1:])
         has_sets = self._num_public and self._num_public_sets > 1
         self._public_set_numbers = [
-            {PUBLIC_SET: self._to_device([i])} if has_sets else {} for i in range(self._num_public_sets)
+            {PUBLIC_SET: self._data.to_device([i])} if has_sets else {} for i in range(self._num_public_sets)
         ]
         self._mapper = SiloMapper(self.net, public_sets, self.matmul_precision)
         self._trainable_names = self._mapper.trainable_names
@@ -107,6 +100,11 @@ class StackedEngine(SerialEngine):
         self._buffers: dict[Any, DeviceBuffers] = {}
         parts = (self.net, self._trainable_names, self._noise_layers, self._autocast)
         self._compiler = Compiler(*parts, self._mapper.select_public_images) if use_compiler else None
+        # Neither refers to the engine, whose memory would otherwise be freed only by the garbage collection.
+        self._trainer = StackTrainer(
+            self._data, self._mapper, self._compiler, self._autocast, use_cuda_graphs=use_cuda_graphs
+        )
+        self._task_runner = TaskRunner(self._data, self._mapper, self._autocast)
 
     def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
         return self._fit_clients(method, [broadcast], evaluate=evaluate)
@@ -171,7 +169,7 @@ class StackedEngine(SerialEngine):
         signature, buffers = self._get_buffers(method, broadcast, stack)
         num_steps = self._train_stack(method, buffers, broadcast)
         self.net.eval()
-        extras, client_states = self._finish_stack(method, buffers.stack, num_steps, broadcast.lr)
+        extras, client_states = self._trainer.finish(method, buffers.stack, num_steps, broadcast.lr)
         local_sums = self._evaluate_stack(method, buffers.stack, broadcast.round, local_splits)
         stored, tensors = self._unpack_buffers(method, buffers, broadcasts, client_states)
         sent = [({}, {}) if broadcast.is_personal else method.pack_reply(*pair) for pair in zip(tensors, extras)]
@@ -273,9 +271,7 @@ class StackedEngine(SerialEngine):
         """Put the examples of these silos on the device."""
         splits: dict[str, dict[str, Any]]
         splits = {name: {split: self._load_split(name, split) for split in SPLITS} for name in silo_names}
-        silos = {name: replace(self.silos[name], **own) for name, own in splits.items()}
-        public_offsets = {name: self._num_public * self._get_public_set(name) for name in silos}
-        self._data = DeviceData(silos, self.public, public_offsets)
+        self._data.load({name: replace(self.silos[name], **own) for name, own in splits.items()})
 
     def _split_stacks(self, too_large: int) -> None:
         """Halve the stacks after one of this size did not fit into the device's memory."""
@@ -364,136 +360,7 @@ class StackedEngine(SerialEngine):
     def _train_stack(self, method: Method, buffers: DeviceBuffers, broadcast: Broadcast) -> list[int]:
         """Train a stack, sorted by silo size, and return the number of steps of each silo."""
         self.net.train()
-        num_steps, first = [0] * len(buffers.stack.silo_names), 0
-        for phase in method.make_phases(broadcast):
-            updates = slice(first, first + len(phase.updates))
-            steps = self._run_stacked_phase(method, buffers, broadcast, phase, updates)
-            num_steps, first = [n + s for n, s in zip(num_steps, steps)], updates.stop
-        return num_steps
-
-    def _run_stacked_phase(
-        self, method: Method, buffers: DeviceBuffers, broadcast: Broadcast, phase: Phase, updates: slice
-    ) -> list[int]:
-        """Run one phase of the local training, whose updates are these of the buffers."""
-        names, split = buffers.stack.silo_names, PUBLIC if phase.is_public else "train"
-        purpose = addresses.PUBLIC_STEP if phase.is_public else addresses.TRAINING_STEP
-        num_examples = [self._num_public if phase.is_public else len(self.silos[name].train.y) for name in names]
-        sizes = list(map(phase.count_examples, num_examples))
-        batch_slices = [list(iterate_batch_slices(n, method.local.batch_size)) for n in sizes]
-        positions = range(len(batch_slices[0]))
-        for epoch in range(phase.epochs):
-            order_keys = [self._derive_order_key(phase, name, broadcast.round, epoch) for name in names]
-            steps = [[epoch * len(slices) + position for slices in batch_slices] for position in positions]
-            keys = [[self._derive_key(n, broadcast.round, s, purpose) for n, s in zip(names, row)] for row in steps]
-            numbers = self._to_device([order_keys, self._data.offsets(split, names), *steps, *keys])  # in one copy
-            order = batched_permutations(numbers[0], sizes) + numbers[1][:, None]
-            device_steps, device_keys = numbers[2 : 2 + len(positions)], numbers[2 + len(positions) :]
-            for position in positions:
-                lengths = [batch_length(slices, position) for slices in batch_slices]
-                for length, group in groupby(range(len(names)), lengths.__getitem__):
-                    if length:
-                        rows = list(group)
-                        clients = slice(rows[0], rows[-1] + 1)
-                        start = batch_slices[0][position].start
-                        indices = order[clients, start : start + length]
-                        inputs = (indices, device_keys[position, clients], device_steps[position, clients])
-                        self._run_step(method, buffers, clients, split, updates, epoch, *inputs)
-        return [0 if phase.is_public else phase.epochs * len(slices) for slices in batch_slices]
-
-    def _run_step(
-        self,
-        method: Method,
-        buffers: DeviceBuffers,
-        clients: slice,
-        split: str,
-        updates: slice,
-        epoch: int,
-        indices: Tensor,
-        keys: Tensor,
-        steps: Tensor,
-    ) -> None:
-        """Run one step of some clients of the stack, on CUDA as a captured graph."""
-
-        def step(indices: Tensor, keys: Tensor, steps: Tensor) -> None:
-            self._apply_updates(method, buffers, clients, split, updates, epoch, indices, keys, steps)
-
-        if not self.use_cuda_graphs:
-            with CAPTURE_LOCK.work():
-                step(indices, keys, steps)
-            return
-        # A graph replays the epoch it was captured in.
-        captured_epoch = epoch if any(update.per_epoch for update in buffers.updates[updates]) else 0
-        signature = (clients.start, clients.stop, updates.start, indices.shape[1], captured_epoch)
-        buffers.run_step(signature, step, indices, keys, steps)
-
-    def _apply_updates(
-        self,
-        method: Method,
-        buffers: DeviceBuffers,
-        clients: slice,
-        split: str,
-        updates: slice,
-        epoch: int,
-        indices: Tensor,
-        keys: Tensor,
-        steps: Tensor,
-    ) -> None:
-        x, y = self._data.gather_batch(split, indices)
-        stack = buffers.stack.select(clients)
-
-        def adjust(model: ClientModel, gradients: Tensors) -> Tensors:
-            adjusted = method.adjust_gradients(model, gradients)
-            return dict(zip(adjusted, method.local.clip_gradients(list(adjusted.values()))))
-
-        for update, optimizer in zip(buffers.updates[updates], buffers.optimizers[updates]):
-            batch = Batch(x, y, steps, epoch if update.per_epoch else 0)
-            gradients: Tensors | None = None
-            if self._compiler:
-                gradients = self._compiler.compute_gradients(buffers, update, keys, batch)
-            if gradients is None:
-                gradients = self._compute_gradients(stack, update, optimizer.params, keys, batch)
-            with torch.no_grad():
-                optimizer.step(self._mapper.call_for_silos(stack, keys, adjust, gradients), clients, buffers.lr)
-
-    def _compute_gradients(
-        self, stack: ClientStack, update: Update, params: Collection[str], keys: Tensor, batch: Batch
-    ) -> Tensors:
-        """Return the gradients of an update; the sum of all losses has the gradient of each silo's loss."""
-
-        def compute_loss(model: ClientModel, x: Tensor, y: Tensor, step: Tensor) -> Tensor:
-            with self._autocast():
-                loss: Tensor = update.loss(model, Batch(x, y, step, batch.epoch))
-            return loss
-
-        trained = {n: stack.client_tensors[n].detach().requires_grad_() for n in params}
-        stack = stack._replace(client_tensors={**stack.client_tensors, **trained})
-        losses = self._mapper.call_for_silos(stack, keys, compute_loss, batch.x, batch.y, batch.step)
-        gradients = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
-        return {n: g for n, g in zip(trained, gradients) if g is not None}
-
-    def _finish_stack(
-        self, method: Method, stack: ClientStack, num_steps: list[int], lr: float
-    ) -> tuple[list[Tensors], list[Tensors]]:
-        """Return each silo's extras and client state; silos of equal size run together."""
-        extras: list[Tensors] = [{} for _ in stack.silo_names]
-        client_states: list[Tensors] = [{} for _ in stack.silo_names]
-        sizes = [len(self.silos[name].train.y) for name in stack.silo_names]
-        for size, group in groupby(range(len(sizes)), sizes.__getitem__):
-            rows = list(group)
-            selected = stack.select(to_slice(rows))
-            offsets = self._to_device(self._data.offsets("train", selected.silo_names))
-            examples = self._data.gather_batch("train", offsets[:, None] + torch.arange(size, device=self.device))
-
-            def finish(
-                model: ClientModel, x: Tensor, y: Tensor, num_steps: int = num_steps[rows[0]]
-            ) -> tuple[Tensors, Tensors]:
-                return method.finish_training(model, Examples(x, y), num_steps=num_steps, lr=lr)
-
-            with CAPTURE_LOCK.work(), torch.no_grad():  # a method may compute gradients here
-                results = self._mapper.call_for_silos(selected, offsets, finish, *examples)
-            for i, row in enumerate(rows):
-                extras[row], client_states[row] = ({n: t[i] for n, t in tensors.items()} for tensors in results)
-        return extras, client_states
+        return self._trainer.train(method, buffers, broadcast, NoiseKeys(self._derive_key, self._derive_order_key))
 
     def _unpack_buffers(
         self, method: Method, buffers: DeviceBuffers, broadcasts: Sequence[Broadcast], client_states: Sequence[Tensors]
@@ -533,57 +400,18 @@ class StackedEngine(SerialEngine):
         round_number: int,
         splits: Sequence[Split],
     ) -> list[BatchSums]:
-        """Run a client task on all batches of these splits; one that needs a full split gets it as one batch."""
-        batch_sums: list[BatchSums] = []
+        """Run a client task, whose name is `task`, on all examples of these splits."""
+
+        def choose_stack_size(batch_size: int) -> int:
+            return self._choose_stack_size(method, with_gradients=False, batch_size=batch_size)
+
         self.net.eval()
-        for split in splits:
-            sizes = [len(self.silos[n].examples(split).y) for n in stack.silo_names]
-            batch_size = max(*sizes, 1) if client_task.needs_full_split else method.local.eval_batch_size
-            batch_slices = [list(iterate_batch_slices(n, batch_size)) for n in sizes]
-            for position in range(max(map(len, batch_slices))):
-                rows_by_length: dict[int, list[int]] = {}
-                for row, slices in enumerate(batch_slices):
-                    rows_by_length.setdefault(batch_length(slices, position), []).append(row)
-                rows_by_length.pop(0, None)
-                for length, all_rows in rows_by_length.items():
-                    size = self._choose_stack_size(method, with_gradients=False, batch_size=length)
-                    for rows in (all_rows[k : k + size] for k in range(0, len(all_rows), size)):
-                        selected = stack.select(to_slice(rows))
-                        purpose = addresses.TASKS.get(task, task)
-                        keys = [
-                            self._derive_key(n, round_number, position, purpose, split) for n in selected.silo_names
-                        ]
-                        first = position * batch_size
-                        sums = self._compute_sums(client_task, keys, selected, split, position, first, length)
-                        batch_sums.append(BatchSums(split, rows, sums))
-        return batch_sums
-
-    def _compute_sums(
-        self,
-        client_task: ClientTask,
-        noise_keys: Sequence[int],
-        stack: ClientStack,
-        split: Split,
-        position: int,
-        first: int,
-        length: int,
-    ) -> Tensors:
-        """Run a client task on `length` examples of each silo from `first` on, its batch at this position."""
-        starts = self._to_device([first + offset for offset in self._data.offsets(split, stack.silo_names)])
-        x, y = self._data.gather_batch(split, starts[:, None] + torch.arange(length, device=self.device))
-        keys = self._to_device(noise_keys)
-
-        def compute(model: ClientModel, x: Tensor, y: Tensor, noise_key: Tensor) -> Tensors:
-            with self._autocast():
-                sums: Tensors = client_task.compute(model, Batch(x, y, position, noise_key=noise_key))
-            return sums
-
-        with CAPTURE_LOCK.work(), torch.no_grad():  # a task may compute gradients
-            stacked_sums: Tensors = self._mapper.call_for_silos(stack, keys, compute, x, y, keys)
-        return stacked_sums
-
-    def _to_device(self, numbers: Any) -> Tensor:
-        return copy_without_waiting(torch.tensor(numbers, dtype=torch.int64), self.device)
+        return self._task_runner.run(
+            *(task, client_task, stack, round_number, splits),
+            eval_batch_size=method.local.eval_batch_size,
+            derive_key=self._derive_key,
+            choose_stack_size=choose_stack_size,
+        )
 
 
 compiled_engine = partial(StackedEngine, use_compiler=True)
