@@ -3,21 +3,26 @@
 `python -m studies.uncertainty_test chance` trains one network with dropout on the embedded digits and divides held-out
 digits at random into nine silos, 400 times: no silo is more uncertain, so every report is false. At level 0.05 at most
 29 of 400 federations may have one (20 expected, two standard errors).
+`python -m studies.uncertainty_test federations` trains 400 federations whose data have one distribution, each with the
+preset `default` up to its last decision, and counts those with a report: patients of four hospitals, or with `--data
+digits` digits of nine silos, are divided at random among silos of the same sizes.
 `python -m studies.uncertainty_test minority` trains UEFL up to its first decision on five silos, three of them upright
 and two rotated by other angles each, once per seed: a run counts if a silo of a minority is reported. The
-aim is at least 80 % of runs. Both append a record with the command to results/uncertainty-test.jsonl.
+aim is at least 80 % of runs. All append a record with the command to results/uncertainty-test.jsonl.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.progress import track
 from scipy.stats import beta
 from torch import Tensor
 
@@ -25,7 +30,7 @@ from uefl import __version__
 from uefl.algorithms.extensible_codebook import ExtensibleCodebook
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uncertainty_report import report_by_permutation
-from uefl.core.federation import Batch, ClientModel, Examples, Tensors
+from uefl.core.federation import SPLITS, Batch, ClientModel, Examples, Silo, Tensors
 from uefl.core.local import LocalTraining
 from uefl.core.metrics import CODEWORD_COUNTS, compute_metric_sums
 from uefl.core.noise import derive_key, permutation, salt_noise_layers, set_noise_key, uniform
@@ -49,6 +54,19 @@ MINORITY_SETTINGS = [
     "rounds=5",
     "epochs=2",
 ]
+FEDERATION_SETTINGS = {
+    "hospitals": ["heart"],
+    "digits": [
+        "num_silos=9",
+        "shifts=none",
+        "train_per_silo=400",
+        "test_per_silo=100",
+        "validation_fraction=0.25",
+        "image_size=14",
+        "rounds=6",
+        "epochs=2",
+    ],
+}
 MAJORITY = "D1"  # the name of the first domain begins the names of its silos
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -111,14 +129,49 @@ def compute_interval(count: int, total: int) -> tuple[float, float]:
 
 def find_minority(seed: int, device: str, settings: list[str]) -> dict[str, Any]:
     """Train up to the first decision; return which silos it reports and what it is based on."""
-    (experiment,) = parse_experiments(["uefl", *settings, "group_rounds=0", f"seed={seed}"], (), "default").values()
+    experiment = parse_run([*settings, "group_rounds=0"], seed)
+    silos, images = experiment.data.load(seed)
+    (record,) = run_to_decisions(experiment, silos, len(images.classes), experiment.method.rounds, device)
+    return {"seed": seed, "reported": list_uncertain_silos(record), "decision": record["decision"]}
+
+
+def parse_run(settings: Sequence[str], seed: int) -> Experiment:
+    """Return a run of UEFL with the preset `default` and these settings."""
+    (experiment,) = parse_experiments(["uefl", *settings, f"seed={seed}"], (), "default").values()
+    return experiment
+
+
+def run_to_decisions(
+    experiment: Experiment, silos: Sequence[Silo], num_classes: int, num_rounds: int, device: str = "cpu"
+) -> list[dict[str, Any]]:
+    """Train for some rounds and return the records that have a decision."""
+    method, records = experiment.method, list[dict[str, Any]]()
+    net = experiment.build_network(tuple(silos[0].test.x.shape[1:]), num_classes)
+    clients = SerialEngine(method.prepare_silos(silos), net, seed=experiment.seed, device=device)
+    for server in iterate_rounds(method, clients, num_rounds=num_rounds):
+        records += [r for r in server.completed_records if r.get("has_decision")]
+    return records
+
+
+def list_federation_reports(data: str, seed: int) -> tuple[list[str], int]:
+    """Train a federation of one distribution; return the silos that any decision reports, and how many decisions."""
+    experiment = parse_run([*FEDERATION_SETTINGS[data], "evaluate_every=1000", "evaluate_local=false"], seed)
     silos, images = experiment.data.load(seed)
     method = experiment.method
-    net = experiment.build_network(tuple(silos[0].test.x.shape[1:]), len(images.classes))
-    clients = SerialEngine(method.prepare_silos(silos), net, seed=seed, device=device)
-    *_, server = iterate_rounds(method, clients, num_rounds=method.rounds)
-    (record,) = (r for r in server.completed_records if r.get("has_decision"))
-    return {"seed": seed, "reported": list_uncertain_silos(record), "decision": record["decision"]}
+    ends = [method.rounds + i * method.extra_rounds for i in range(method.iterations)]
+    num_rounds = max(end for end in ends if end < method.shared_rounds)
+    decisions = run_to_decisions(experiment, divide_at_random(silos, seed), len(images.classes), num_rounds)
+    return sorted({name for record in decisions for name in list_uncertain_silos(record)}), len(decisions)
+
+
+def divide_at_random(silos: Sequence[Silo], seed: int) -> list[Silo]:
+    """Divide the examples of all silos at random among silos of the same sizes."""
+    parts = [silo.examples(split) for silo in silos for split in SPLITS]
+    x, y = torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts])
+    order = permutation(derive_key(seed, "examples of silos"), len(y))
+    drawn = iter([Examples(x[i], y[i]) for i in torch.split(order, [len(part.y) for part in parts])])
+    changes: list[dict[str, Any]] = [{split: next(drawn) for split in SPLITS} for _ in silos]
+    return [replace(silo, **own) for silo, own in zip(silos, changes)]
 
 
 def write_record(out: Path, record: dict[str, Any]) -> None:
@@ -141,6 +194,29 @@ def chance(
     write_record(out, {**record, "accuracy": accuracy, "federations with a report": reports})
     typer.echo(f"{len(reports)} of {federations} federations have a report, 95 % interval {interval}")
     if federations == NUM_FEDERATIONS and len(reports) > MAX_REPORTS:
+        raise typer.Exit(1)
+
+
+@app.command()
+def federations(
+    data: Annotated[str, typer.Option(help="hospitals or digits.")] = "hospitals",
+    runs: Annotated[int, typer.Option(help="Federations of one distribution.")] = NUM_FEDERATIONS,
+    out: Annotated[Path, typer.Option(help="File of records.")] = RECORDS,
+) -> None:
+    """Train federations of one distribution and count those in which some silo is reported."""
+    if data not in FEDERATION_SETTINGS:
+        raise typer.BadParameter(f"{data!r} is none of {', '.join(FEDERATION_SETTINGS)}", param_hint="--data")
+    reports, num_decisions = [], 0
+    for seed in track(range(runs), description="federations"):
+        silos, count = list_federation_reports(data, seed)
+        num_decisions += count
+        reports += [{"federation": seed, "silos": silos}] if silos else []
+    interval = compute_interval(len(reports), runs)
+    record = {"part": "federations", "data": data, "arguments": FEDERATION_SETTINGS[data], "federations": runs}
+    found = {"reports": len(reports), "interval": interval, "decisions": num_decisions}
+    write_record(out, {**record, **found, "federations with a report": reports})
+    typer.echo(f"{len(reports)} of {runs} federations have a report, 95 % interval {interval}")
+    if runs == NUM_FEDERATIONS and len(reports) > MAX_REPORTS:
         raise typer.Exit(1)
 
 

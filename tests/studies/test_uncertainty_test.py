@@ -7,6 +7,7 @@ import torch
 
 from studies import uncertainty_test as study
 from uefl.core.entropy_comparison import count_entropies
+from uefl.core.federation import SPLITS
 from uefl.core.metrics import ENTROPY_COUNTS
 from uefl.experiment.records import read_records
 
@@ -32,6 +33,29 @@ def test_sums_of_examples_by_themselves_show_their_own_entropies():
     assert study.list_false_reports(sums * 720, 2) == []
 
 
+@pytest.mark.parametrize("data", study.FEDERATION_SETTINGS)
+def test_a_federation_of_one_distribution_has_the_examples_and_sizes_of_its_silos(data):
+    silos, _ = study.parse_run(study.FEDERATION_SETTINGS[data], 1).data.load(1)
+    divided = study.divide_at_random(silos, 1)
+    assert [[len(s.examples(split).y) for split in SPLITS] for s in divided] == [
+        [len(s.examples(split).y) for split in SPLITS] for s in silos
+    ]
+    before, after = (
+        sorted(tuple(row) for s in group for split in SPLITS for row in s.examples(split).x.flatten(1).tolist())
+        for group in (silos, divided)
+    )
+    assert before == after
+    assert not torch.equal(divided[0].train.x, silos[0].train.x)
+
+
+def test_all_decisions_of_a_federation_are_counted(monkeypatch):
+    short = ["heart", "rounds=3", "extra_rounds=1", "group_rounds=0", "uncertainty_level=0.99", "gamma=0"]
+    monkeypatch.setitem(study.FEDERATION_SETTINGS, "hospitals", short)
+    reported, num_decisions = study.list_federation_reports("hospitals", 3)
+    assert num_decisions == 2
+    assert reported
+
+
 def test_interval_of_clopper_and_pearson():
     """Of R's binom.test."""
     assert study.compute_interval(8, 10) == pytest.approx((0.4439045, 0.9747893), abs=1e-6)
@@ -48,10 +72,29 @@ def test_recorded_federations_of_one_distribution_have_few_reports():
 
 
 @pytest.mark.records
-def test_the_page_quotes_the_recorded_rate_of_false_reports():
-    (record,) = (r for r in read_records(ROOT / study.RECORDS) if r["part"] == "chance")
+@pytest.mark.parametrize("data", study.FEDERATION_SETTINGS)
+def test_recorded_trained_federations_of_one_distribution_have_few_reports(data):
+    records = [r for r in read_records(ROOT / study.RECORDS) if r["part"] == "federations"]
+    (record,) = (r for r in records if r["data"] == data)
+    assert record["arguments"] == study.FEDERATION_SETTINGS[data]
+    assert record["federations"] == record["decisions"] == 400
+    assert record["reports"] == len(record["federations with a report"]) <= study.MAX_REPORTS
+
+
+@pytest.mark.records
+def test_recorded_runs_find_the_minority_and_no_silo_of_the_majority():
+    *_, record = (r for r in read_records(ROOT / study.RECORDS) if r["part"] == "minority")
+    assert len(record["runs"]) == 20
+    assert record["found"] >= 0.8 * len(record["runs"])
+    assert not any(name.startswith(study.MAJORITY) for run in record["runs"] for name in run["reported"])
+
+
+@pytest.mark.records
+@pytest.mark.parametrize(("part", "data"), [("chance", None), *(("federations", d) for d in study.FEDERATION_SETTINGS)])
+def test_the_page_quotes_the_recorded_rates_of_false_reports(part, data):
+    (record,) = (r for r in read_records(ROOT / study.RECORDS) if r["part"] == part and r.get("data") == data)
     low, high = (100 * end for end in record["interval"])
     share = 100 * record["reports"] / record["federations"]
-    page = " ".join((ROOT / "docs/algorithm.md").read_text(encoding="utf-8").split())
-    quoted = f"{record['reports']} have a report ({share:.1f} %, 95 % interval {low:.1f} to {high:.1f} %;"
-    assert quoted in page
+    command = f"| `{record['command'].split('studies.uncertainty_test ')[1]}` |"
+    (row,) = (line for line in (ROOT / "docs/algorithm.md").read_text(encoding="utf-8").splitlines() if command in line)
+    assert row.endswith(f"{command} {record['reports']} ({share:.1f} %, {low:.1f} to {high:.1f} %) |")
