@@ -227,6 +227,7 @@ SETUPS: Mapping[str, Setup] = {
         data=replace(ROTATED.data, image_size=14, train_per_silo=600),
         local=replace(ROTATED.local, batch_size=64, epochs=1),
         rounds={**ROTATED.rounds, "rounds": 4},  # 20 in all
+        schedules=(*ROTATED.schedules, *(Schedule(schedule=s, lr=3e-2) for s in ("constant", "cosine"))),
         rows=select_best_rows(GROUP_TRIALS),
         search={},
         seeds=tuple(range(180, 190)),
