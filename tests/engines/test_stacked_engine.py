@@ -30,7 +30,7 @@ from uefl.algorithms.extensible_codebook import Extend
 from uefl.algorithms.fedavg import FedAvg
 from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
-from uefl.core.federation import Batch, ClientModel, ServerState
+from uefl.core.federation import Batch, ClientModel, ServerState, Silo
 from uefl.core.local import LocalTraining
 from uefl.core.noise import batched_permutations, derive_key, permutation
 from uefl.engines.serial import SerialEngine
@@ -300,6 +300,17 @@ def test_images_that_do_not_fit_are_an_input_error(place, monkeypatch):
     monkeypatch.setattr(StackedEngine, place, fail)
     with pytest.raises(InputError, match="images do not fit into the memory of cpu; use lazy=true, or fewer images"):
         make_clients(make_short_method(FedAvg), engine=StackedEngine)
+
+
+def test_images_that_are_read_from_a_file_train_a_network_in_double_precision():
+    x, y = make_striped_examples(24, 0)
+    silos = [Silo.from_tensors(name, x + shift, y, lazy=True) for name, shift in (("a", 0.0), ("b", 0.5))]
+    method = FedAvg(**SHORT_RUN)
+    servers = []
+    for engine in (SerialEngine, StackedEngine):
+        server, _ = run_rounds(method, make_engine(method, silos, dtype=torch.float64, engine=engine))
+        servers.append(server)
+    assert_close(servers[1].model_state, servers[0].model_state)
 
 
 def test_a_network_with_torch_dropout_raises_an_input_error():

@@ -32,6 +32,7 @@ from uefl.core.federation import (
     find_row,
     gather_accessible_rows,
     is_codeword_tensor,
+    is_integer,
     size_in_bytes,
 )
 from uefl.core.lazy_tensor import is_lazy
@@ -96,7 +97,8 @@ class StackedEngine(SerialEngine):
         self._mapper = SiloMapper(self.net, public_sets, self.matmul_precision)
         self._trainable_names = self._mapper.trainable_names
         x = next(iter(self.silos.values())).test.x
-        self._activations = count_activations(self.net, x.shape[1:], x.dtype)
+        # Lazy examples have not been converted to the network's type yet.
+        self._activations = count_activations(self.net, x.shape[1:], x.dtype if is_integer(x) else None)
         self._buffers: dict[Any, DeviceBuffers] = {}
         parts = (self.net, self._trainable_names, self._noise_layers, self._autocast)
         self._compiler = Compiler(*parts, self._mapper.select_public_images) if use_compiler else None
