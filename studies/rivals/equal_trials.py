@@ -1,8 +1,7 @@
 """Twelve trials for every method on nine silos of MNIST, as many as UEFL had had when its second table was made.
 
 Then sixteen: UEFL's further four have the rule for alike silos that is the default since. Those of the other methods
-combine what lowered their validation NLL among the twelve. Then again four for every method, on smaller images: the
-four best of the sixteen by validation, of UEFL those with the present rule.
+combine what lowered their validation NLL among the twelve.
 """
 
 from __future__ import annotations
@@ -126,66 +125,6 @@ def list_halves_trials(trial: Trial) -> list[Trial]:
         *(change_trial(halves, r, **FURTHER_REGULARIZERS[r]) for r in regularizers),
         change_trial(halves, "gate from .1, dropout 0.3", method=gated, **FURTHER_REGULARIZERS["dropout 0.3"]),
     ]
-
-
-# Of the sixteen trials on nine silos of MNIST, the four with the lowest validation NLL, in this order.
-BEST_TRIALS: Mapping[str, Sequence[str]] = {
-    FEDAVG: (
-        "layer norm, decay 0.001",
-        "layer norm, decay 0.003",
-        "layer norm, dropout 0.3, decay 0.001",
-        "layer norm, dropout 0.3",
-    ),
-    "FedBN": (
-        "layer norm, dropout 0.3, decay 0.001",
-        "layer norm, decay 0.001",
-        "layer norm, dropout 0.3, decay 0.0001",
-        "layer norm, decay 0.0001",
-    ),
-    "FedAvg, fine-tuned": (
-        "5 epochs, no layer norm, decay 0.001",
-        "5 epochs, no layer norm",
-        "10 epochs, no layer norm",
-        "5 epochs, no layer norm, decay 0.0001",
-    ),
-    "FedBN, fine-tuned": (
-        "5 epochs, decay 0.001",
-        "40 epochs, no layer norm, decay 0.001",
-        "40 epochs, no layer norm, dropout 0.3",
-        "40 epochs, no layer norm",
-    ),
-    "FedPer": (
-        "last layer, no layer norm, decay 0.001",
-        "last layer, no layer norm, dropout 0.3, decay 0.001",
-        "last layer, no layer norm, dropout 0.3",
-        "last layer, no layer norm, decay 0.0001",
-    ),
-    "Ditto": (
-        "λ = 0.01, no layer norm, decay 0.001",
-        "λ = 0.01, no layer norm, dropout 0.3, decay 0.001",
-        "λ = 0.01, no layer norm",
-        "λ = 0.01, no layer norm, dropout 0.3",
-    ),
-    IFCA: (
-        "4 models, decay 0.001",
-        "6 models, no layer norm, decay 0.0001",
-        "4 models, dropout 0.3, decay 0.0001",
-        "4 models, decay 0.0001",
-    ),
-    "Local-only": (
-        "no layer norm, decay 0.001",
-        "no layer norm, decay 0.003",
-        "no layer norm, dropout 0.3, decay 0.001",
-        "no layer norm, a third of the rate, decay 0.001",
-    ),
-}
-
-
-def select_best_rows(group_trials: Sequence[Trial]) -> dict[str, Row]:
-    """Return the rows of the fourth table with the best of its trials; of UEFL, those with the present rule."""
-    rows, halves = make_further_rows(group_trials), list_halves_trials(group_trials[0])
-    best = {m: [next(t for t in rows[m].trials if t.label == label) for label in BEST_TRIALS[m]] for m in BEST_TRIALS}
-    return {m: replace(row, trials=tuple(best.get(m, halves))) for m, row in rows.items()}
 
 
 def _read_rounds(trial: Trial) -> dict[str, Any]:

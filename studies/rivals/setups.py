@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from studies.rivals.color_setups import COLOR_SETUPS
-from studies.rivals.equal_trials import make_equal_rows, make_further_rows, select_best_rows
+from studies.rivals.equal_trials import make_equal_rows, make_further_rows
 from studies.rivals.hospital_setups import HOSPITALS, HOSPITALS_AGAIN
 from studies.rivals.trials import (
     FEDAVG,
@@ -218,19 +218,6 @@ SETUPS: Mapping[str, Setup] = {
         also_tried_in=("rotated", "rotated-again", "rotated-equal"),
         search={},
         seeds=tuple(range(170, 180)),
-        receivers=(),
-        ablations=NO_CODEWORDS,
-    ),
-    "rotated-small": replace(
-        ROTATED,
-        title="MNIST at 14 × 14 pixels, nine silos of 600 images: the best four of sixteen trials for every method",
-        data=replace(ROTATED.data, image_size=14, train_per_silo=600),
-        local=replace(ROTATED.local, batch_size=64, epochs=1),
-        rounds={**ROTATED.rounds, "rounds": 4},  # 20 in all
-        schedules=(*ROTATED.schedules, *(Schedule(schedule=s, lr=3e-2) for s in ("constant", "cosine"))),
-        rows=select_best_rows(GROUP_TRIALS),
-        search={},
-        seeds=tuple(range(180, 190)),
         receivers=(),
         ablations=NO_CODEWORDS,
     ),

@@ -15,7 +15,6 @@ from studies.methods.runner import StudyRun, identify_run
 from studies.rivals import page as page_module
 from studies.rivals.__main__ import PAGE, get_files
 from studies.rivals.color_setups import RESNET18_WEIGHTS, VGG16_WEIGHTS
-from studies.rivals.equal_trials import BEST_TRIALS
 from studies.rivals.further_tables import render_ablations
 from studies.rivals.page import NOTES, render_page
 from studies.rivals.runner import (
@@ -86,17 +85,6 @@ def test_every_method_has_as_many_trials_and_every_experiment_can_be_made(name: 
     assert len({run.experiment.method.total_rounds for run in runs}) == (1 if runs else 0)
     if len(setup.schedules) > 1:
         assert len(list_schedule_search(name)) == len(setup.schedules) * len(setup.trial_seeds)
-
-
-def test_the_trials_on_small_images_are_the_best_of_the_sixteen_by_validation() -> None:
-    scores = read_frozen(ROOT / "results/rivals-frozen.json")["rotated-sixteen"]["validation_nll"]
-    rows = SETUPS["rotated-sixteen"].rows
-    for method, labels in BEST_TRIALS.items():
-        ranked = sorted(zip(scores[method], rows[method].trials, strict=True), key=lambda pair: pair[0])
-        assert tuple(trial.label for _, trial in ranked[:NUM_TRIALS]) == labels
-    small = SETUPS["rotated-small"]
-    assert {trial.method["codebook"].alike_rule for trial in small.rows["UEFL"].trials} == {"halves"}
-    assert all(set(small.seeds).isdisjoint(s.seeds) for n, s in SETUPS.items() if n != "rotated-small")
 
 
 def test_a_second_table_keeps_the_choices_of_the_first_and_has_as_many_rounds(tmp_path: Path) -> None:
