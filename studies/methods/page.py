@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from studies.methods.runner import QUALITY_METRICS, RunRecord, StudyRun, list_lr_search, select_lr
+from studies.methods.runner import POOLED_METRICS, QUALITY_METRICS, RunRecord, StudyRun, list_lr_search, select_lr
 from studies.methods.setups import FEDAVG, SEEDS, SETUPS, Setup
 from uefl.algorithms import METHODS
 from uefl.core.metrics import METRICS
@@ -50,7 +50,8 @@ EXCHANGES: dict[str, Exchange] = {  # every method of the registry
     "local-only": Exchange("nothing", "nothing", "everything"),
     "centralized": Exchange("all its images, once", "model at the end", "nothing", measured=False),
 }
-QUALITY_DIGITS = {m.column: m.digits for m in METRICS if m.column in QUALITY_METRICS}
+QUALITY_LABELS = (*QUALITY_METRICS, *POOLED_METRICS)
+QUALITY_DIGITS = {m.column: m.digits for m in METRICS if m.column in QUALITY_LABELS}
 CODEBOOK_PAIRS = {  # rows of one table without and with a codebook
     "rotated": {
         FEDAVG: "UEFL",
@@ -167,7 +168,7 @@ def render_table(name: str, run_records: Sequence[RunRecord], timings: Sequence[
     devices = list(dict.fromkeys(timing["device"] for timing in timings if timing["setup"] == name))
     fedavg_runs = find_runs(name, FEDAVG, run_records)
     levels = [record[setup.summary_level] for record in fedavg_runs.values()]
-    quality = [label for label in QUALITY_METRICS if levels and all(label in level for level in levels)]
+    quality = [label for label in QUALITY_LABELS if levels and all(label in level for level in levels)]
     head = ["method", "mA, %", "− FedAvg", "mE", *quality, "dropout", "up", "down", "stays at the silo"]
     head += [f"time per round, {device}" for device in devices] + ["paper"]
     rows = [head, ["---"] * len(head)]

@@ -50,6 +50,7 @@ ADDED_SETTINGS: Mapping[str, Any] = {
     "method.evaluate_last": 5,
 }
 QUALITY_METRICS = {"NLL": "nll", "Brier": "brier", "AUGRC": "augrc"}  # by label; the first records lack them
+POOLED_METRICS = {"ECE": "ece"}  # by label: of the test images of all silos together, since some silos have too few
 SILO_METRICS = ("domain", "accuracy", "entropy", "nll", "nll_scaled", "temperature", "brier", "ece", "augrc")
 LR_SEARCH_COST = 100.0  # added to their relative cost, so that they start before all other runs
 EARLIER_EXTEND_VALUES = {"uncertain": True, "none": False}  # of method.codebook.extend
@@ -387,9 +388,11 @@ def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
 
 
 def _summarize_level(level: Mapping[str, Any]) -> RunRecord:
-    """Return the metrics of a run's table, and the mean of each quality metric over silos."""
+    """Return the metrics of a run's table, and the quality metrics: means over silos, or of all test images."""
     silos = list(level["silos"].values())
     quality = {label: mean_metric(silos, name) for label, name in QUALITY_METRICS.items()}
+    pooled = level["all_silos"]  # without metrics that need more examples
+    quality |= {label: pooled[name] for label, name in POOLED_METRICS.items() if name in pooled}
     return {**{metric.label: level[metric.label] for metric in TABLE_METRICS}, **quality}
 
 
