@@ -124,7 +124,8 @@ def test_new_codewords_are_the_centroids_of_the_newcomer_s_own_features(result) 
 
 
 def test_a_silo_with_fewer_examples_than_min_examples_gets_no_codewords() -> None:
-    trained = train_uefl(replace(SMALL_CODEBOOK, min_examples=30))
+    with pytest.warns(UserWarning, match="min_examples=30 is more than the largest silo has"):
+        trained = train_uefl(replace(SMALL_CODEBOOK, min_examples=30))
     joined = trained.join(NEWCOMER, epochs=0)
     assert joined.num_codewords == 0
     assert not joined.own.codewords

@@ -61,9 +61,14 @@ def has_own_tensors(method: FedAvg, net: nn.Module) -> bool:
 
 
 def count_decisions(method: FedAvg) -> int:
-    """Return how many decisions a run has at most: at ends of iterations before the last shared round."""
+    """Return how many decisions a run has at most, but at least 1."""
+    return max(len(list_decision_rounds(method)), 1)
+
+
+def list_decision_rounds(method: FedAvg) -> list[int]:
+    """List the rounds after which a run may decide: the ends of iterations before the last shared round."""
     ends = (method.rounds + i * method.extra_rounds for i in range(method.iterations))
-    return max(sum(end < method.shared_rounds for end in ends), 1)
+    return [end for end in ends if end < method.shared_rounds]
 
 
 def report_by_permutation(

@@ -38,6 +38,7 @@ from uefl.experiment.device_memory import free_cached_memory, try_within_memory
 from uefl.experiment.experiment import DTYPES, RESULTS_VERSION, Experiment, fingerprint_silos
 from uefl.experiment.files import ensure_writable_folder, explain_disk_errors, explain_write_errors, write_text
 from uefl.experiment.held_out import collect_held_out, save_held_out
+from uefl.experiment.idle_settings import describe_idle_settings
 from uefl.experiment.plan import make_plan
 from uefl.experiment.round_writer import RoundWriter
 from uefl.experiment.rounds import iterate_rounds
@@ -159,6 +160,8 @@ def prepare_run(
     silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
     input_shape = tuple(silos[0].test.x.shape[1:])
     net = experiment.build_network(input_shape, len(images.classes))
+    for message in describe_idle_settings(method, net, silos):
+        on_event({"kind": "warning", "message": message})
     engine = choose_engine(
         *(engine, device, net, silos, method.local, method.total_rounds),
         clients_per_round=method.clients_per_round,

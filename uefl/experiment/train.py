@@ -27,6 +27,7 @@ from uefl.experiment.calibration import CalibrationSettings, calibrate_models
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.files import write_text
 from uefl.experiment.held_out import collect_held_out
+from uefl.experiment.idle_settings import describe_idle_settings
 from uefl.experiment.records import DEFAULT_AGGREGATION, Record, summarize_records
 from uefl.experiment.rounds import iterate_rounds
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
@@ -189,6 +190,8 @@ def train_clients(
     except RuntimeError as e:  # of the user's own encoder
         raise InputError(f"encoder cannot take examples of shape {list(input_shape)}: {str(e).splitlines()[0]}") from e
     silos = list(method.prepare_silos(require_enough_silos(silos, method.clients_per_round)))
+    for message in describe_idle_settings(method, net, silos):
+        warnings.warn(message, stacklevel=3)
     clients = make_clients(silos, net)
     records: list[Record] = []
     try:
