@@ -46,11 +46,12 @@ def compare(
     """Run several methods with equal numbers of rounds and compare them in one table.
 
     FedAvg runs with and without layer norm; the table shows the variant with
-    the higher validation accuracy. If you set `feature_norm=`, FedAvg runs once
-    with that setting. Without names of methods, FedAvg, FedAvg with local
-    fine-tuning and UEFL run; UEFL fine-tunes, too. A method that needs another
-    optimizer is named below the progress, with its settings: SCAFFOLD trains
-    with SGD.
+    the higher validation accuracy. With --seeds it shows both, marks that one,
+    and adds the differences from it, paired by seed, with 95 % intervals. If
+    you set `feature_norm=`, FedAvg runs once with that setting. Without names
+    of methods, FedAvg, FedAvg with local fine-tuning and UEFL run; UEFL
+    fine-tunes, too. A method that needs another optimizer is named below the
+    progress, with its settings: SCAFFOLD trains with SGD.
 
     \b
     Examples:

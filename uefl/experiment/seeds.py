@@ -23,12 +23,14 @@ from uefl.core.metrics import (
     describe_labels,
     select_table_metrics,
 )
+from uefl.core.paired_difference import compare_pairs
 from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, create_comparison_folder, run_experiments
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, choose_aggregation, describe_rounds
 from uefl.experiment.report import describe_chance_level, describe_local_differences, describe_positive_classes
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
+from uefl.experiment.verdict import format_difference
 
 SEEDS_TABLE_FILE = "seeds.md"  # the table, in the folder of the comparison
 SEEDS_RECORDS_FILE = "seeds.jsonl"  # one line per run
@@ -43,9 +45,10 @@ def compare_seeds(
     folders = run_experiments(runs, out, resources, console)
     records = [summarize_run(name, folders[label]) for (name, _), label in labels.items()]
     local = {record["name"]: record["experiment"]["method"]["local"] for record in records}
-    lines = [*describe_positive_classes(folders), *describe_chance_level(folders), *describe_local_differences(local)]
-    table = format_seed_table(records) + "".join(f"\n{line}\n" for line in lines)
     seed_means = summarize_seeds(records)
+    lines = [*describe_differences(seed_means), *describe_own_models(records), *describe_positive_classes(folders)]
+    lines += [*describe_chance_level(folders), *describe_local_differences(local)]
+    table = format_seed_table(records) + "".join(f"\n{line}\n" for line in lines)
     folder = create_comparison_folder(folders, out)
     write_text(folder / SEEDS_RECORDS_FILE, "".join(json.dumps(record) + "\n" for record in records))
     write_text(folder / SEEDS_TABLE_FILE, f"`{shlex.join(['uefl', *sys.argv[1:]])}`\n\n{table}")
@@ -69,6 +72,7 @@ def summarize_run(name: str, folder: Path) -> dict[str, Any]:
         **{field: header[field] for field in header_fields},
         **{a: _select_means(summary[a]) for a in AGGREGATIONS},
         **{field: summary[field] for field in summary_fields},
+        "own_models": summary.get("own_models", {}),
         "averaged rounds": len(summary[DEFAULT_AGGREGATION]["round"]),
         "domain accuracy": {domain: metrics["accuracy"] for domain, metrics in domains.items()},
     }
@@ -87,6 +91,21 @@ def _list_seed_metrics(records: Sequence[Mapping[str, Any]], aggregation: str) -
     return [*TABLE_METRICS, *common]
 
 
+class _Unit(NamedTuple):
+    """How the difference of a metric is shown."""
+
+    scale: float
+    digits: int
+    suffix: str
+
+
+_COMPARED = {"mA": _Unit(100, 1, " points"), "mNLL": _Unit(1, 3, " (lower is better)")}
+_OWN_MODEL_STEPS = {
+    "group_rounds": "rounds in groups of alike silos",
+    "fine_tuning_epochs": "epochs of local fine-tuning",
+}
+
+
 class SeedMeans(NamedTuple):
     """Means over seeds of every method."""
 
@@ -96,6 +115,11 @@ class SeedMeans(NamedTuple):
     values: dict[str, list[dict[str, float]]]  # by method: the values of each seed by label
     better_fedavg: str  # of two variants by validation
     without_codebook: set[str]  # methods
+
+    @property
+    def reference(self) -> str:
+        """The method that all others are compared with: FedAvg, the better of two by validation, or the first one."""
+        return self.better_fedavg or ("fedavg" if "fedavg" in self.values else next(iter(self.values)))
 
     def format_means(self, name: str) -> list[str]:
         """Format the mean ± standard error of every metric of a method."""
@@ -149,6 +173,50 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
         cells += [" ".join(f"{value[m.label]:.{m.digits + 1}f}" for value in values) for m in per_seed]
         rows.append(f"| {found.mark_name(name)} | {' | '.join(cells)} |")
     return "\n".join([*rows, "", describe_labels(found.metrics)]) + "\n"
+
+
+def describe_differences(found: SeedMeans) -> list[str]:
+    """Describe how much every method differs from FedAvg, paired by seed; one seed has no interval."""
+    reference = found.values[found.reference]
+    if len(reference) < 2:
+        return []
+    lines = []
+    for name, values in found.values.items():
+        if name == found.reference:
+            continue
+        differences = [
+            f"{label} {_format_paired_difference(label, values, reference)}"
+            for label in _COMPARED
+            if label in {metric.label for metric in found.metrics}
+        ]
+        lines.append(f"{name} minus {found.reference}, paired by seed, 95 % intervals: {', '.join(differences)}")
+    return lines
+
+
+def _format_paired_difference(
+    label: str, values: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]
+) -> str:
+    """Format the difference of a metric with its interval and unit."""
+    unit = _COMPARED[label]
+    ours, theirs = ([unit.scale * value[label] for value in by_seed] for by_seed in (values, reference))
+    return format_difference(compare_pairs(ours, theirs), unit.digits) + unit.suffix
+
+
+def describe_own_models(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe which methods adapted the shared model to each silo after it, and what that changed."""
+    lines = []
+    for name in dict.fromkeys(record["name"] for record in records):
+        runs = [record for record in records if record["name"] == name]
+        own = [run["own_models"] for run in runs if run.get("own_models")]
+        method = runs[0]["experiment"]["method"]
+        steps = [f"{method[field]} {unit}" for field, unit in _OWN_MODEL_STEPS.items() if method.get(field)]
+        if own and steps:
+            nll, shared_nll = (sum(run[key] for run in own) / len(own) for key in ("nll", "shared_nll"))
+            lines.append(
+                f"{name}: silos predict with models of their own ({', '.join(steps)}): mean NLL {nll:.3f}, of the "
+                f"shared model {shared_nll:.3f}"
+            )
+    return lines
 
 
 def _find_better_fedavg(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
