@@ -27,6 +27,8 @@ from uefl.experiment.report import (
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.seeds import (
     SEEDS_TABLE_FILE,
+    describe_differences,
+    describe_own_models,
     format_mean_stderr,
     format_seed_table,
     make_seed_table,
@@ -114,7 +116,7 @@ def test_the_labels_are_explained_under_the_table(tmp_path):
     assert text.rstrip().endswith(f"{LEGEND}; mP: mean perplexity of codeword use")
     assert (
         "uefl: after round 3, 1 silo is more uncertain "
-        "than the least uncertain one: ada; 1 silo receives 8 new codewords\n" in text
+        "than the least uncertain one: ada; 1 silo receives 8 new codewords: ada\n" in text
     )
     text = capture(lambda console: print_results({"fedavg": fedavg}, tmp_path, console))
     assert f"{LEGEND}\nrun folder: {fedavg}\nfigure:     {fedavg / 'figure.png'}\n" in text
@@ -317,7 +319,7 @@ SILOS = {"a": {"entropy": 0.412}, "b": {"entropy": 0.5}, "c": {"entropy": 0.3}}
             "2 of 3 silos are more uncertain "
             "than the least uncertain one (permutation test, level 0.05): a (entropy 0.41, "
             "threshold 0.33), b (entropy 0.50, threshold 0.33); 2 silos receive 8 new codewords each "
-            "(extend=uncertain)",
+            "(extend=uncertain): a, b",
         ),
         (
             ["b"],
@@ -325,7 +327,7 @@ SILOS = {"a": {"entropy": 0.412}, "b": {"entropy": 0.5}, "c": {"entropy": 0.3}}
             {**PERMUTATION, "silos": SILOS, "test": "standard_errors", "min_standard_errors": 2.0, "extend": "all"},
             "1 of 3 silos is more uncertain "
             "than the least uncertain one (by 2 standard errors): b (entropy 0.50, threshold 0.33); "
-            "2 silos receive 6 or 8 new codewords each (extend=all)",
+            "2 silos receive 6 or 8 new codewords each (extend=all): a, b",
         ),
         (
             [],
@@ -333,7 +335,7 @@ SILOS = {"a": {"entropy": 0.412}, "b": {"entropy": 0.5}, "c": {"entropy": 0.3}}
             {**PERMUTATION, "silos": SILOS},
             "no silo is more uncertain "
             "than the least uncertain one beyond chance (permutation test, level 0.05); 1 silo receives 8 "
-            "new codewords (extend=uncertain)",
+            "new codewords (extend=uncertain): c",
         ),
         (
             [],
@@ -348,7 +350,14 @@ SILOS = {"a": {"entropy": 0.412}, "b": {"entropy": 0.5}, "c": {"entropy": 0.3}}
             {"c": 8},
             {"test": "not_comparable", "extend": "uncertain", "silos": SILOS},
             "no silo is reported as uncertain: silos predict with tensors of their own, such as batch norm, so a "
-            "difference of their entropies may be one of models; 1 silo receives 8 new codewords (extend=uncertain)",
+            "difference of their entropies may be one of models; 1 silo receives 8 new codewords (extend=uncertain): c",
+        ),
+        (
+            [],
+            {},
+            {"test": "permutation", "extend": "uncertain", "silos": {}, "threshold": None, "is_codebook_final": True},
+            "no silo was compared, since none has validation examples; no silo receives new codewords "
+            "(extend=uncertain): the codebook is final",
         ),
         (
             ["a"],
@@ -369,7 +378,7 @@ def test_revoked_codewords_are_described_in_one_sentence():
         "after round 5, 2 of 3 silos lose their new codewords, without which validation NLL is lower: a, b"
     )
     assert describe_revocation({**step, "revoked_codewords": {}}) == (
-        "after round 5, no silo loses its new codewords: all 3 have a lower NLL with them"
+        "after round 5, no silo loses its new codewords: none of 3 has a lower NLL without them"
     )
 
 
@@ -427,7 +436,7 @@ def test_progress_without_a_terminal_is_one_line_per_event_of_interest():
         "uefl: an unknown node was rejected",
         "uefl: after round 2, an initial codebook of 16 codewords",
         "uefl: after round 2, 2 silos are more uncertain than the least uncertain one: ada, bob; "
-        "2 silos receive 8 new codewords each",
+        "2 silos receive 8 new codewords each: ada, bob",
         "uefl: round 2, reply of bob rejected: not finite",
         "uefl: already finished (engine serial), in runs/a",
     ]
@@ -467,6 +476,30 @@ def test_the_table_of_seeds_has_means_with_standard_errors_and_every_seed():
     assert parse_seeds("2,0") == [2, 0]
     with pytest.raises(InputError, match="seeds='2,0,2' names seed 2 more than once"):
         parse_seeds("2,0,2")
+
+
+def test_a_comparison_over_seeds_has_paired_intervals_and_names_models_of_silos_own():
+    def make_run(name, seed, accuracy, nll, own_models, **method):
+        means = {"mA": accuracy, "mE": 0.25, "mP": 3.4, "mNLL": nll}
+        experiment = {"seed": seed, "method": {"fine_tuning_epochs": 0, "group_rounds": 0, **method}}
+        fields = {"experiment": experiment, "validation_accuracy": 0.5, "averaged rounds": 5}
+        return {"name": name, "mean of last 5": means, "own_models": own_models, **fields}
+
+    accuracies, nlls = {"fedavg": (0.50, 0.60, 0.55), "uefl": (0.60, 0.65, 0.67)}, (0.9, 0.8, 0.85)
+    records = [make_run("fedavg", seed, accuracies["fedavg"][seed], nlls[seed], {}) for seed in range(3)]
+    own = {"num_silos": 9, "nll": 0.4, "shared_nll": 1.2}
+    settings = {"fine_tuning_epochs": 5, "group_rounds": 2}
+    records += [make_run("uefl", s, accuracies["uefl"][s], nlls[s] - 0.4, own, **settings) for s in range(3)]
+    # Differences of 10, 5 and 12 points: 9 ± t(0.975, 2) · 3.6056 / √3, and t = 4.3027.
+    assert describe_differences(summarize_seeds(records)) == [
+        "uefl minus fedavg, paired by seed, 95 % intervals: mA +9.0 (0.0 to +18.0) points, "
+        "mNLL −0.400 (−0.400 to −0.400) (lower is better)"
+    ]
+    assert describe_own_models(records) == [
+        "uefl: silos predict with models of their own (2 rounds in groups of alike silos, 5 epochs of local "
+        "fine-tuning): mean NLL 0.400, of the shared model 1.200"
+    ]
+    assert describe_differences(summarize_seeds([r for r in records if r["experiment"]["seed"] == 0])) == []
 
 
 ONE_MORE_METRIC = """

@@ -361,10 +361,13 @@ def _list_replies(record: Record) -> list[Record]:
     return [silo for silo in record["silos"].values() if "bytes_up" in silo] or [{}]
 
 
+_MAX_LISTED_RECEIVERS = 9  # names of more would fill a screen
+
+
 def describe_decision(step: Mapping[str, Any], *, is_untrained: bool = False) -> str:
     """Describe the decision at the end of an iteration: which silos are uncertain, and which received codewords."""
     result = f"after round {step['round']}, {_describe_uncertain_silos(step)}"
-    if is_untrained and not step["uncertain_silos"] and not _is_incomparable(step):
+    if is_untrained and not (step["uncertain_silos"] or _is_incomparable(step) or _has_no_entropies(step)):
         result += (
             ", but the model is at chance level, so this has no meaning: set more rounds before the first decision"
         )
@@ -374,6 +377,8 @@ def describe_decision(step: Mapping[str, Any], *, is_untrained: bool = False) ->
 def _describe_uncertain_silos(step: Mapping[str, Any]) -> str:
     """Describe which silos are uncertain, and by which test."""
     decision, names = step.get("decision", {}), step["uncertain_silos"]
+    if _has_no_entropies(step):
+        return "no silo was compared, since none has validation examples"
     if _is_incomparable(step):
         return (
             "no silo is reported as uncertain: silos predict with tensors of their own, such as batch norm, so a "
@@ -402,18 +407,23 @@ def _is_incomparable(step: Mapping[str, Any]) -> bool:
     return bool(step.get("decision", {}).get("test") == NOT_COMPARABLE)
 
 
+def _has_no_entropies(step: Mapping[str, Any]) -> bool:
+    """Return whether no silo sent the entropy of validation examples."""
+    return bool(step.get("decision", {}).get("silos", ...) == {})
+
+
 def _describe_receivers(step: Mapping[str, Any]) -> str:
-    """Describe which silos received codewords; `extend` decides this, and not the test."""
-    new_codewords = step["new_codewords"]
-    extend = step.get("decision", {}).get("extend", "")
-    rule = f" (extend={extend})" if extend else ""
+    """Describe which silos received codewords, and by which rule; `extend` decides this, and not the test."""
+    new_codewords, decision = step["new_codewords"], step.get("decision", {})
+    rule = f" (extend={decision['extend']})" if "extend" in decision else ""
     if not new_codewords:
-        end = ": the codebook is final" if step.get("decision", {}).get("is_codebook_final") else ""
+        end = ": the codebook is final" if decision.get("is_codebook_final") else ""
         return f"no silo receives new codewords{rule}{end}"
     counts = " or ".join(map(str, sorted(set(new_codewords.values()))))
-    if len(new_codewords) == 1:
-        return f"1 silo receives {counts} new codewords{rule}"
-    return f"{len(new_codewords)} silos receive {counts} new codewords each{rule}"
+    subject = "1 silo receives" if len(new_codewords) == 1 else f"{len(new_codewords)} silos receive"
+    each = "" if len(new_codewords) == 1 else " each"
+    listed = f": {', '.join(new_codewords)}" if len(new_codewords) <= _MAX_LISTED_RECEIVERS else ""
+    return f"{subject} {counts} new codewords{each}{rule}{listed}"
 
 
 def describe_revocation(step: Mapping[str, Any]) -> str:
@@ -421,7 +431,8 @@ def describe_revocation(step: Mapping[str, Any]) -> str:
     round_number, num_silos, revoked_codewords = step["round"], step["num_silos"], step["revoked_codewords"]
     if not revoked_codewords:
         return (
-            f"after round {round_number}, no silo loses its new codewords: all {num_silos} have a lower NLL with them"
+            f"after round {round_number}, no silo loses its new codewords: none of {num_silos} has a lower NLL without "
+            "them"
         )
     return (
         f"after round {round_number}, {len(revoked_codewords)} of {num_silos} silos lose their new codewords, without "
