@@ -377,6 +377,7 @@ def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
     }
     if run_.with_silos:
         record["silos"] = {name: _select_metrics(silo) for name, silo in summary["last"]["silos"].items()}
+        record["all_silos"] = _round_metrics(summary["last"]["all_silos"])
     train = [mean_metric([m["train"] for m in r["silos"].values() if "train" in m], "accuracy") for r in rounds]
     if train[-1] == train[-1]:  # not nan: the training data were evaluated
         zero = next((i for i, accuracy in enumerate(train) if accuracy > 0.999), None)
@@ -397,9 +398,13 @@ def _summarize_level(level: Mapping[str, Any]) -> RunRecord:
 
 
 def _select_metrics(silo: Mapping[str, Any]) -> RunRecord:
-    """Return the metrics of a silo that tables show, with seven digits, and without those that are not numbers."""
-    shown = {n: v for n, v in silo.items() if n in SILO_METRICS or n.startswith("auroc")}
-    return {n: float(f"{v:.7g}") if isinstance(v, float) else v for n, v in shown.items() if v == v}
+    """Return the metrics of a silo that tables show."""
+    return _round_metrics({n: v for n, v in silo.items() if n in SILO_METRICS or n.startswith("auroc")})
+
+
+def _round_metrics(metrics: Mapping[str, Any]) -> RunRecord:
+    """Return metrics with seven digits, and without those that are not numbers."""
+    return {n: float(f"{v:.7g}") if isinstance(v, float) else v for n, v in metrics.items() if v == v}
 
 
 def _describe_zero_error(record: Mapping[str, Any]) -> RunRecord:

@@ -22,6 +22,7 @@ from studies.rivals.tables import (
     COLUMNS,
     MARGIN_NLL,
     MARGIN_POINTS,
+    POOLED_COLUMNS,
     Part,
     find_accuracy_gain,
     find_nll_gain,
@@ -66,6 +67,20 @@ def render_aurocs(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) ->
             f"{len(rows[UEFL])} folds count): its AUROC is reported, not judged."
         )
     return format_table(lines) + note
+
+
+def render_pooled(rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:
+    """Render the ECE and the risk-coverage curve of the test examples of all silos together, if records have them."""
+    if not all("all_silos" in record for records in rows.values() for record in records.values()):
+        return ""
+    columns = [
+        c for c in POOLED_COLUMNS if all(c.metric in r["all_silos"] for rs in rows.values() for r in rs.values())
+    ]
+    lines = [["test examples of all silos together", *(c.title for c in columns)]]
+    for method, records in rows.items():
+        values = [[c.scale * r["all_silos"][c.metric] for r in records.values()] for c in columns]
+        lines.append([method, *(format_mean(v, c) for v, c in zip(values, columns, strict=True))])
+    return format_table(lines)
 
 
 def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times: Sequence[RunRecord]) -> str:

@@ -9,8 +9,24 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from studies.methods.runner import RunRecord
-from studies.rivals.further_tables import SMALL_SILO, render_ablations, render_aurocs, render_costs, render_receivers
-from studies.rivals.runner import Choice, Files, get_choice, get_score_name, list_final_runs, list_trials, read_frozen
+from studies.rivals.further_tables import (
+    SMALL_SILO,
+    render_ablations,
+    render_aurocs,
+    render_costs,
+    render_pooled,
+    render_receivers,
+)
+from studies.rivals.runner import (
+    Choice,
+    Files,
+    get_choice,
+    get_score_name,
+    list_final_runs,
+    list_rate_runs,
+    list_trials,
+    read_frozen,
+)
 from studies.rivals.setups import SETUPS
 from studies.rivals.starts import choose_starts, describe_starts
 from studies.rivals.statistics import adjust_holm
@@ -80,6 +96,7 @@ def render_section(
         render_table(setup, rows),
         render_domains(setup, rows),
         render_aurocs(setup, rows),
+        render_pooled(rows),
         render_costs(name, rows, read_records(files.times)),
         render_receivers(name, choice, trials, results),
         render_ablations(name, choice, results),
@@ -109,11 +126,14 @@ def find_rows(
         return {}
     choice = Choice(Schedule(**entry["schedule"]), entry["trials"])
     rows: dict[str, dict[Part, RunRecord]] = {method: {} for method in list_chosen_rows(setup, entry)}
-    for run in list_final_runs(name, choice):
+    for run in [*list_final_runs(name, choice), *list_rate_runs(name, choice)]:
         matches = run.find_records(results)
         if matches:
-            rows[run.method][run.seed, 0] = matches[-1]
-    return choose_starts(name, choice, rows, results) if all(len(records) > 1 for records in rows.values()) else {}
+            rows.setdefault(run.method, {})[run.seed, 0] = matches[-1]
+    if any(len(records) < 2 for records in rows.values()):
+        return {}
+    ours = {UEFL: rows.pop(UEFL)}  # the last row
+    return choose_starts(name, choice, {**rows, **ours}, results)
 
 
 def list_chosen_rows(setup: Setup, entry: RunRecord) -> dict[str, Row]:

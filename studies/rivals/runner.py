@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
 from studies.rivals.setups import SETUPS
-from studies.rivals.trials import FEDAVG, IFCA, SEARCH_SEEDS, UEFL, Schedule, Setup
+from studies.rivals.trials import FEDAVG, IFCA, SEARCH_SEEDS, UEFL, Schedule, Setup, Trial
 from uefl.core.errors import InputError
 from uefl.experiment.records import read_records
 
 SEARCH = "schedule search"  # row of the runs that choose the schedule
 RECEIVER_ROW = f"{UEFL}, extend="  # beginning of the rows in which other silos get codewords
 ABLATION_ROW = f"{UEFL}, without: "  # beginning of the rows whose codebook lacks something
-START_ROW = f"{IFCA}, start="  # beginning of the rows with further starts of IFCA
+START = ", start="  # ending of the rows with further starts of IFCA
+START_ROW = f"{IFCA}{START}"
+RATES = ", UEFL's rates"  # ending of the rows with the learning rates of UEFL's group rounds
 NLL, ERROR = "validation_nll", "validation_error"  # what trials are compared by
 NUM_STARTS = 3  # of IFCA, of which validation chooses one per seed
 
@@ -244,14 +246,42 @@ def list_final_runs(name: str, choice: Choice) -> list[StudyRun]:
     ]
 
 
+def list_rate_runs(name: str, choice: Choice) -> list[StudyRun]:
+    """List the runs of all other rows with UEFL's learning rates, which start again before its group rounds."""
+    setup = SETUPS[name]
+    return [
+        StudyRun(name, f"{method}{RATES}", seed, experiment, with_silos=True)
+        for method in choice.trials
+        if setup.restart_rounds and method != UEFL
+        for trial in [choose_trial(name, f"{method}{RATES}", choice)]
+        for seed in setup.seeds
+        for experiment in [setup.make_experiment(method, trial, choice.schedule, seed)]
+    ]
+
+
+def choose_trial(name: str, row: str, choice: Choice) -> Trial:
+    """Return the frozen trial of a row, which may have UEFL's learning rates."""
+    setup, method = SETUPS[name], row.removesuffix(RATES)
+    trial = setup.rows[method].trials[choice.trials[method]]
+    if method == row:
+        return trial
+    return replace(trial, local={**trial.local, "restart_rounds": setup.restart_rounds})
+
+
+def list_ifca_rows(name: str, choice: Choice) -> list[str]:
+    """List the rows of IFCA, which depend on their initial models."""
+    if IFCA not in choice.trials:
+        return []
+    return [IFCA, *([f"{IFCA}{RATES}"] if SETUPS[name].restart_rounds else [])]
+
+
 def list_start_runs(name: str, choice: Choice) -> list[StudyRun]:
     """List IFCA's runs of the frozen settings and fresh seeds with other initial models."""
     setup = SETUPS[name]
-    if IFCA not in choice.trials:
-        return []
-    trial = setup.rows[IFCA].trials[choice.trials[IFCA]]
     return [
-        StudyRun(name, f"{START_ROW}{start}", seed, experiment, with_silos=True)
+        StudyRun(name, f"{row}{START}{start}", seed, experiment, with_silos=True)
+        for row in list_ifca_rows(name, choice)
+        for trial in [choose_trial(name, row, choice)]
         for start in range(1, NUM_STARTS)
         for restarted in [replace(trial, method={**trial.method, "start": start})]
         for seed in setup.seeds
@@ -305,6 +335,6 @@ def run_final(name: str, resources: StudyResources, files: Files, report: Callab
         choice = Choice(SETUPS[name].schedules[0], {UEFL: SETUPS[name].receiver_trial})
         return run_parallel(list_receiver_runs(name, choice), resources, files.results, report)
     choice = freeze_choice(SETUPS[name].trials_of or name, files)
-    runs = [*list_final_runs(name, choice), *list_start_runs(name, choice)]
+    runs = [*list_final_runs(name, choice), *list_start_runs(name, choice), *list_rate_runs(name, choice)]
     runs += [*list_receiver_runs(name, choice), *list_ablation_runs(name, choice)]
     return run_parallel(runs, resources, files.results, report)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from studies.rivals.color_setups import COLOR_SETUPS
 from studies.rivals.equal_trials import make_equal_rows, make_further_rows
 from studies.rivals.hospital_setups import HOSPITALS, HOSPITALS_AGAIN
+from studies.rivals.preset_setups import PRESET_SETUPS
 from studies.rivals.trials import (
     FEDAVG,
     IMAGE_ROWS,
@@ -24,7 +25,6 @@ from studies.rivals.trials import (
 )
 from uefl.core.local import LocalTraining
 from uefl.data.defaults import get_default_config
-from uefl.experiment.parsing import parse_experiments
 from uefl.models.model_config import ModelConfig
 
 # What was tried for UEFL, one change at a time from the first row, and the same options without a codebook.
@@ -144,46 +144,6 @@ NINE_SILOS: dict[str, Any] = {
 ROTATED = Setup(**NINE_SILOS, title="MNIST, nine silos, three rotations", data=get_default_config("mnist"))
 
 
-LAST_ROUND = ("evaluate_every=1000", "evaluate_local=false")  # nothing else is read
-OWN_IMAGES = (  # what the preset has for own images, at a size for a CPU
-    *("encoder=residual", "train_per_silo=600", "test_per_silo=400", "width=16", "hidden_size=128"),
-    *("rounds=8", "extra_rounds=6", "iterations=3", "local.lr=0.002", "batch_size=64", "epochs=1"),
-)
-
-
-def make_preset_setup(
-    data: str, *settings: str, title: str, seeds: Sequence[int], num_rotations: int = 0, superseded: str = ""
-) -> Setup:
-    """Return a setup in which every method has the settings of the preset `default` for a data set.
-
-    With a number of rotations, IFCA is beside the others and knows it.
-    """
-    methods = {FEDAVG: "fedavg", "FedAvg, fine-tuned": "fine-tuning"}
-    if num_rotations:
-        methods |= {f"IFCA, {num_rotations} models": "ifca"}
-        settings = (*settings, f"num_models={num_rotations}")
-    methods |= {UEFL: "uefl"}
-    experiments = parse_experiments([*methods.values(), data, *settings], (), "default")
-    first = experiments["fedavg"]
-    values = {
-        row: {f.name: getattr(experiments[m].method, f.name) for f in fields(experiments[m].method) if f.init}
-        for row, m in methods.items()
-    }
-    return Setup(
-        title=title,
-        data=first.data,
-        model=first.model,
-        local=first.method.local,
-        rounds={},
-        schedules=(Schedule(schedule=first.method.local.schedule, lr=first.method.local.lr),),
-        rows={row: Row(method=m, trials=(Trial(label="preset", method=values[row]),)) for row, m in methods.items()},
-        seeds=seeds,
-        receivers=(),
-        precision=first.precision,
-        superseded=superseded,
-    )
-
-
 SETUPS: Mapping[str, Setup] = {
     "rotated": ROTATED,
     "rotated-again": replace(
@@ -220,6 +180,7 @@ SETUPS: Mapping[str, Setup] = {
         seeds=tuple(range(170, 180)),
         receivers=(),
         ablations=NO_CODEWORDS,
+        restart_rounds=_GROUPS["group_rounds"],
     ),
     "imbalanced": replace(
         ROTATED,
@@ -245,43 +206,7 @@ SETUPS: Mapping[str, Setup] = {
         seeds=tuple(range(110, 120)),
         receivers=(),
     ),
-    "default": make_preset_setup(
-        "mnist5k",
-        "group_rounds=0",  # as the preset was then
-        title="Embedded digits, nine silos, every method with the preset `default`, before it had groups",
-        seeds=range(120, 130),
-        superseded="the preset has changed; `default-groups` is of the present one",
-    ),
-    "default-groups": make_preset_setup(
-        "mnist5k",
-        *LAST_ROUND,
-        title="Embedded digits, nine silos, every method with the preset `default`",
-        seeds=range(150, 160),
-        num_rotations=3,
-    ),
-    "default-fashion": make_preset_setup(
-        "fmnist",
-        *LAST_ROUND,
-        *OWN_IMAGES,
-        "image_size=14",
-        title="Fashion-MNIST at 14 × 14 pixels, nine silos of 600 images, every method with the preset for own images",
-        seeds=range(120, 130),
-    ),
-    "default-color": make_preset_setup(
-        "cifar10",
-        *LAST_ROUND,
-        *OWN_IMAGES,
-        "image_size=16",
-        title="CIFAR10 at 16 × 16 pixels, nine silos of 600 images, every method with the preset for own images",
-        seeds=range(160, 170),
-    ),
-    "default-cifar10": make_preset_setup(
-        "cifar10",
-        *LAST_ROUND,
-        "precision=bf16",  # faster than tf32, the default
-        title="CIFAR10, nine silos, VGG16 without pretrained weights, every method with the preset `default`, in bf16",
-        seeds=range(130, 135),
-    ),
+    **PRESET_SETUPS,
     "hospitals": HOSPITALS,
     "hospitals-again": HOSPITALS_AGAIN,
     **COLOR_SETUPS,

@@ -37,6 +37,12 @@ COLUMNS = (
     Column("AUROC", "auroc"),
 )
 
+POOLED_COLUMNS = (  # of the test examples of all silos together
+    Column("ECE", "ece"),
+    *(Column(f"error of the most certain {p} %, %", f"risk_at_{p}", 100, 2) for p in (50, 80, 90)),
+    Column("error of all, %", "risk_at_100", 100, 2),
+)
+
 
 def identify_record(record: RunRecord) -> tuple[str, int, str]:
     """Return the row, the seed and the fold of a record."""

@@ -1,10 +1,16 @@
 """Optimizers equal torch's, schedules cover all rounds, and values outside their range are errors."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from uefl.algorithms.ditto import Ditto
+from uefl.algorithms.fedavg import FedAvg
+from uefl.algorithms.fedbn import FedBN
+from uefl.algorithms.ifca import IFCA
+from uefl.algorithms.uefl import UEFL
 from uefl.core.errors import InputError
 from uefl.core.federation import iterate_batch_slices
 from uefl.core.local import LocalTraining
@@ -61,6 +67,24 @@ def test_step_schedule_divides_by_ten_exactly_after_each_third():
     for third in range(1, 200):
         lrs = [LocalTraining(lr=1.0, schedule="step").lr_at(r, 3 * third) for r in range(1, 3 * third + 1)]
         assert lrs == pytest.approx([1.0] * third + [0.1] * third + [0.01] * third), third
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "step"])
+def test_the_last_rounds_restart_at_half_the_rate_which_falls_to_zero(schedule):
+    local = LocalTraining(lr=2.0, schedule=schedule, restart_rounds=4)
+    before = [LocalTraining(lr=2.0, schedule=schedule).lr_at(r, 6) for r in range(1, 7)]
+    assert [local.lr_at(r, 10) for r in range(1, 11)] == [*before, 1.0, 0.75, 0.5, 0.25]
+    assert [local.lr_at(r, 2) for r in (1, 2)] == [1.0, 0.5], "a run may be shorter"
+
+
+def test_every_method_follows_the_rates_of_group_rounds_if_it_is_told_to():
+    rounds = {"rounds": 5, "extra_rounds": 3, "iterations": 3}
+    local = LocalTraining(lr=0.1, schedule="cosine")
+    in_groups = UEFL(**rounds, group_rounds=3, local=local)
+    for method in (FedAvg, FedBN, Ditto, IFCA):
+        other = method(**rounds, local=replace(local, restart_rounds=3))
+        assert [other.lr_at(r) for r in range(1, 12)] == [in_groups.lr_at(r) for r in range(1, 12)]
+    assert [FedAvg(**rounds, local=local).lr_at(r) for r in (9, 10)] != [in_groups.lr_at(r) for r in (9, 10)]
 
 
 def test_gradients_are_clipped_by_their_common_norm_and_unchanged_below_it():

@@ -17,25 +17,29 @@ from studies.rivals.__main__ import PAGE, get_files
 from studies.rivals.color_setups import RESNET18_WEIGHTS, VGG16_WEIGHTS
 from studies.rivals.further_tables import render_ablations
 from studies.rivals.page import NOTES, render_page
+from studies.rivals.preset_setups import LAST_ROUND, OWN_IMAGES
 from studies.rivals.runner import (
     NUM_STARTS,
+    RATES,
+    START,
     START_ROW,
     Choice,
     Files,
     freeze_choice,
     list_ablation_runs,
     list_final_runs,
+    list_rate_runs,
     list_schedule_search,
     list_start_runs,
     list_trials,
     read_frozen,
 )
-from studies.rivals.setups import LAST_ROUND, OWN_IMAGES, SETUPS
+from studies.rivals.setups import SETUPS
 from studies.rivals.starts import describe_starts
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
 from studies.rivals.tables import format_gain
 from studies.rivals.trial_counts import count_trials, render_trial_counts
-from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, Schedule
+from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, UEFL, Schedule
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.records import read_records
@@ -275,6 +279,40 @@ def test_further_starts_differ_in_start_alone() -> None:
         changed = replace(first[run.seed].method, start=int(run.method[-1]))
         assert replace(first[run.seed], method=changed) == run.experiment
     assert list_start_runs("devices", read_choice("devices")) == []  # it has no row of IFCA
+
+
+def test_rows_with_uefls_rates_differ_in_these_alone() -> None:
+    choice = read_choice("rotated-sixteen")
+    runs = list_final_runs("rotated-sixteen", choice)
+    (ours,) = (run.experiment for run in runs if run.method == UEFL and run.seed == 170)
+    own = {(run.method, run.seed): run.experiment for run in runs if run.method != UEFL}
+    rated = list_rate_runs("rotated-sixteen", choice)
+    assert {(run.method.removesuffix(RATES), run.seed) for run in rated} == own.keys()
+    rounds = range(1, ours.method.total_rounds + 1)
+    shares = [ours.method.lr_at(r) / ours.method.local.lr for r in rounds]
+    for run in rated:
+        other, method = own[run.method.removesuffix(RATES), run.seed], run.experiment.method
+        local = replace(other.method.local, restart_rounds=8)
+        assert run.experiment == replace(other, method=replace(other.method, local=local))
+        assert [method.lr_at(r) / method.local.lr for r in rounds] == pytest.approx(shares)
+        assert [other.method.lr_at(r) / other.method.local.lr for r in rounds] != pytest.approx(shares)
+    starts = [run for run in list_start_runs("rotated-sixteen", choice) if RATES in run.method]
+    assert {run.method for run in starts} == {f"{IFCA}{RATES}{START}{start}" for start in (1, 2)}
+    assert {run.experiment.method.local.restart_rounds for run in starts} == {8}
+    assert list_rate_runs("rotated", read_choice("rotated")) == []  # UEFL has no groups there
+
+
+@pytest.mark.parametrize("name", ["own-digits", "own-fashion", "own-color"])
+def test_methods_with_a_searched_schedule_have_equal_trials_and_uefls_rates_among_them(name: str) -> None:
+    setup = SETUPS[name]
+    assert {len(row.trials) for row in setup.rows.values()} == {4}
+    chosen = Schedule(schedule="cosine", lr=0.5)
+    rates: dict[str, list[list[float]]] = {}
+    for row, trials in ((row, setup.rows[row].trials) for row in setup.rows):
+        methods = [setup.make_experiment(row, trial, chosen, 0).method for trial in trials]
+        rates[row] = sorted([m.lr_at(r) for r in range(1, m.total_rounds + 1)] for m in methods)
+    assert all(own == rates[UEFL] for own in rates.values())
+    assert rates[UEFL][0] != rates[UEFL][-1]
 
 
 def make_start_record(run: StudyRun, start: int) -> dict[str, Any]:

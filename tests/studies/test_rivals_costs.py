@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from studies.methods.timing import select_silos
-from studies.rivals.further_tables import SMALL_SILO, find_receiver_rows, render_aurocs, render_receivers
+from studies.rivals.further_tables import SMALL_SILO, find_receiver_rows, render_aurocs, render_pooled, render_receivers
 from studies.rivals.runner import RECEIVER_ROW, Choice, list_receiver_runs, list_table_parts, make_run
 from studies.rivals.setups import SETUPS
 from studies.rivals.timing import TimedRow, count_personal_values, find_frequent_labels
@@ -135,3 +135,15 @@ def make_silo_record(method: str, seed: int, fold: int, nll: float) -> dict[str,
         "settings": {"data.fold": f"{fold}/{HOSPITALS.folds}"},
         "silos": silos,
     }
+
+
+def test_metrics_of_all_test_examples_are_shown_once_all_records_have_them() -> None:
+    def make_record(shift: float) -> dict[str, Any]:
+        return {"all_silos": {"ece": 0.01 + shift, "risk_at_50": 0.001, "risk_at_100": 0.05, "num_examples": 900.0}}
+
+    rows = {method: {(seed, 0): make_record(0.02 * seed) for seed in (0, 1)} for method in ("FedAvg", "UEFL")}
+    head, _, first, last = render_pooled(rows).splitlines()
+    assert head == "| test examples of all silos together | ECE | error of the most certain 50 %, % | error of all, % |"
+    assert first == "| FedAvg | 0.020 ± 0.014 | 0.10 ± 0.00 | 5.00 ± 0.00 |"
+    assert last.startswith("| UEFL |")
+    assert render_pooled({**rows, "FedBN": {(0, 0): {"silos": {}}}}) == ""

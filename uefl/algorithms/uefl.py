@@ -32,8 +32,6 @@ from uefl.core.errors import InputError
 from uefl.core.federation import Broadcast, Clients, Phase, Reply, ServerState, Tensors, Update, is_codeword_tensor
 from uefl.core.field_rules import setting
 
-GROUP_LR_MULTIPLIER = 0.5  # of the first round's learning rate
-
 
 @dataclass(frozen=True, kw_only=True)
 class UEFL(FineTuning):
@@ -75,10 +73,8 @@ class UEFL(FineTuning):
         return max(self.rounds, self.total_rounds - self.group_rounds)
 
     def lr_at(self, round_number: int) -> float:
-        if not self.shared_rounds < round_number <= self.total_rounds:
-            return self.local.lr_at(round_number, self.shared_rounds)
-        done = (round_number - self.shared_rounds - 1) / (self.total_rounds - self.shared_rounds)
-        return GROUP_LR_MULTIPLIER * self.local.lr * (1 - done)
+        num_in_groups = self.total_rounds - self.shared_rounds
+        return self.local.lr_at(round_number, self.total_rounds, num_in_groups or None)
 
     def add_rounds(self, num_rounds: int) -> UEFL:
         num = self.total_rounds - self.shared_rounds  # in groups, after the further rounds

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from uefl.core.field_rules import check_ranges, setting
 
+RESTART_MULTIPLIER = 0.5  # of the first round's learning rate
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining:
@@ -20,6 +22,12 @@ class LocalTraining:
     lr: float = setting(1e-3, "Learning rate η of the first round.", above=0)
     schedule: Literal["constant", "cosine", "step"] = setting(
         "constant", "Learning rate over all rounds: constant, a cosine to 0, or a tenth after each third."
+    )
+    restart_rounds: int = setting(
+        0,
+        "Rounds at the end of a run in which the learning rate starts again at half of lr and falls linearly; "
+        "schedule ends before them. 0: none, as in the paper.",
+        at_least=0,
     )
     momentum: float = setting(0.9, "Momentum; used by sgd only.", at_least=0, below=1)
     weight_decay: float = setting(0.0, "Weight decay; 0 turns it off.", at_least=0)
@@ -34,9 +42,13 @@ class LocalTraining:
     def __post_init__(self) -> None:
         check_ranges(self)
 
-    def lr_at(self, round_number: int, total_rounds: int) -> float:
-        """Return the learning rate of a round, counted from 1."""
-        done = (round_number - 1) / max(total_rounds, 1)
+    def lr_at(self, round_number: int, total_rounds: int, restart_rounds: int | None = None) -> float:
+        """Return the learning rate of a round, counted from 1; the last rounds may start it again."""
+        num_restarted = min(self.restart_rounds if restart_rounds is None else restart_rounds, total_rounds)
+        num_scheduled = total_rounds - num_restarted
+        if num_scheduled < round_number <= total_rounds:
+            return RESTART_MULTIPLIER * self.lr * (1 - (round_number - num_scheduled - 1) / num_restarted)
+        done = (round_number - 1) / max(num_scheduled, 1)
         if self.schedule == "cosine":
             return self.lr * 0.5 * (1 + math.cos(math.pi * done))
         if self.schedule == "step":
