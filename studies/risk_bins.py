@@ -82,7 +82,7 @@ def render_table(records: Sequence[Mapping[str, Any]]) -> str:
             errors = [max(100 * abs(r[bins] - r["exact"]) for r in chosen) for bins in ("earlier", "present")]
             limits = f"{low:g} to {high:g}" if high < math.inf else f"above {low:g}"
             exact = 100 * mean(r["exact"] for r in chosen)
-            lines.append(f"| {limits} | {len(chosen)} | {exact:.3f} | {errors[0]:.3f} | {errors[1]:.3f} |")
+            lines.append(f"| {limits} | {len(chosen)} | {exact:.3f} | {errors[0]:.4f} | {errors[1]:.4f} |")
     return "\n".join(lines)
 
 
@@ -91,8 +91,9 @@ def run(
     folders: Annotated[list[Path], typer.Argument(help="Run folders, such as runs/rivals/*.")],
     records: Annotated[Path, typer.Option(help="File of the records, one for each process.")] = RECORDS,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    max_seed: Annotated[int, typer.Option(help="Leave out larger seeds; 0: none.")] = 0,
 ) -> None:
-    """Measure the runs that have no record yet."""
+    """Measure the runs of the setup that have no record yet."""
     torch.set_num_threads(1)
     known = {record["fingerprint"] for record in read_records(records)}
     data, silos = SETUPS[SETUP].data, dict[int, list[Silo]]()  # by seed: rows of a table have the same test examples
@@ -102,6 +103,8 @@ def run(
             continue
         experiment = header["experiment"]
         method, seed = experiment["name"], experiment["seed"]
+        if seed not in SETUPS[SETUP].seeds or (max_seed and seed > max_seed):
+            continue
         if seed not in silos:
             silos[seed] = data.load(seed)[0]
         record = {"fingerprint": header["fingerprint"], "method": method, "seed": seed}

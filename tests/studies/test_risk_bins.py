@@ -58,6 +58,6 @@ def test_the_table_has_the_largest_error_of_the_runs_of_a_row() -> None:
         {"entropy": 0.5, "exact": 0.1, "present": 0.1, "earlier": 0.1},
     ]
     lines = study.render_table(records).splitlines()
-    assert lines[2] == "| 0.01 to 0.02 | 2 | 1.500 | 0.200 | 0.010 |"
-    assert lines[3] == "| above 0.1 | 1 | 10.000 | 0.000 | 0.000 |"
+    assert lines[2] == "| 0.01 to 0.02 | 2 | 1.500 | 0.2000 | 0.0100 |"
+    assert lines[3] == "| above 0.1 | 1 | 10.000 | 0.0000 | 0.0000 |"
     assert len(lines) == 4
