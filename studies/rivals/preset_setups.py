@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from studies.rivals.trials import FEDAVG, IFCA, NO_NORM, UEFL, Row, Schedule, Setup, Trial
+from studies.rivals.trials import FEDAVG, NO_NORM, UEFL, Row, Schedule, Setup, Trial
 from uefl.experiment.parsing import parse_experiments
 
 LAST_ROUND = ("evaluate_every=1000", "evaluate_local=false")  # nothing else is read
@@ -49,15 +49,13 @@ def make_preset_setup(
     )
 
 
-def make_searched_setup(
-    data: str, *settings: str, title: str, seeds: Sequence[int], rates: Sequence[float], num_rotations: int = 0
-) -> Setup:
+def make_searched_setup(data: str, *settings: str, title: str, seeds: Sequence[int], rates: Sequence[float]) -> Setup:
     """Return a setup with the preset's network and rounds, whose schedule and rate are chosen with FedAvg.
 
     Every method chooses by validation whether layer norm is used, and whether the rate starts again in the last rounds,
     as in UEFL's group rounds; UEFL chooses whether it has these.
     """
-    preset = make_preset_setup(data, *settings, title=title, seeds=seeds, num_rotations=num_rotations)
+    preset = make_preset_setup(data, *settings, title=title, seeds=seeds)
     group_rounds = preset.rows[UEFL].trials[0].method["group_rounds"]
     rows = {}
     for name, row in preset.rows.items():
@@ -73,7 +71,7 @@ def make_searched_setup(
             for label, variant in variants.items()
             for norm, model in (("", {}), (", no layer norm", NO_NORM))
         ]
-        rows[IFCA if name.startswith(IFCA) else name] = Row(method=row.method, trials=trials)
+        rows[name] = Row(method=row.method, trials=trials)
     schedules = tuple(Schedule(schedule=s, lr=lr) for s in ("constant", "cosine") for lr in rates)
     return replace(preset, rows=rows, schedules=schedules)
 
@@ -115,14 +113,6 @@ PRESET_SETUPS: Mapping[str, Setup] = {
         "precision=bf16",  # faster than tf32, the default
         title="CIFAR10, nine silos, VGG16 without pretrained weights, every method with the preset `default`, in bf16",
         seeds=range(130, 135),
-    ),
-    "own-digits": make_searched_setup(
-        "mnist5k",
-        *LAST_ROUND,
-        title="Embedded digits, nine silos, schedule and rate chosen with FedAvg",
-        seeds=range(180, 190),
-        rates=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
-        num_rotations=3,
     ),
     "own-fashion": make_searched_setup(
         "fmnist",
