@@ -38,8 +38,8 @@ from studies.rivals.tables import (
     find_accuracy_gain,
     find_nll_gain,
     find_part,
+    format_cell,
     format_gain,
-    format_mean,
     format_table,
     get_comparison,
     identify_record,
@@ -228,7 +228,7 @@ def render_table(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> 
     lines = [head]
     compare = get_comparison(setup)
     for method, records in rows.items():
-        cells = [format_mean([c.scale * mean_over_silos(r, c.metric) for r in records.values()], c) for c in columns]
+        cells = [format_cell(list(records.values()), c) for c in columns]
         gains = [""] * 3
         if method != UEFL:
             parts = sorted(set(records) & set(rows[UEFL]))

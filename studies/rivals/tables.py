@@ -13,6 +13,7 @@ from studies.rivals.trials import UEFL, Setup
 from uefl.core.paired_difference import Difference
 
 MARGIN_POINTS, MARGIN_NLL = 0.3, 2.0  # what "not below" allows: points of accuracy, percent of NLL
+MIN_ENTROPY = 0.03  # mE below which AUGRC from the earlier histogram may be wrong
 Part = tuple[int, int]  # seed and fold
 Compare = Callable[[Sequence[float], Sequence[float]], Difference]
 
@@ -105,6 +106,22 @@ def format_gain(gain: Difference, margin: float, digits: int) -> str:
     elif gain.low > -margin:
         verdict = "not below"
     return f"{gain.mean:+.{digits}f} [{gain.low:+.{digits}f}, {gain.high:+.{digits}f}] {verdict}"
+
+
+def format_cell(records: Sequence[RunRecord], column: Column) -> str:
+    """Format the mean of a metric over silos and runs; AUGRC that the earlier histogram may have wrong is left out."""
+    if (
+        column.metric == "augrc"
+        and is_from_earlier_bins(records)
+        and mean(mean_over_silos(record, "entropy") for record in records) < MIN_ENTROPY
+    ):
+        return "–"
+    return format_mean([column.scale * mean_over_silos(record, column.metric) for record in records], column)
+
+
+def is_from_earlier_bins(records: Sequence[RunRecord]) -> bool:
+    """Return whether some records may be of the earlier histogram; those with metrics of all silos together are not."""
+    return not all("all_silos" in record for record in records)
 
 
 def format_mean(values: Sequence[float], column: Column) -> str:

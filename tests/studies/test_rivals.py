@@ -37,7 +37,7 @@ from studies.rivals.runner import (
 from studies.rivals.setups import SETUPS
 from studies.rivals.starts import describe_starts
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
-from studies.rivals.tables import format_gain
+from studies.rivals.tables import COLUMNS, format_cell, format_gain
 from studies.rivals.trial_counts import count_trials, render_trial_counts
 from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, UEFL, Schedule
 from uefl.experiment.experiment import RESULTS_VERSION
@@ -313,6 +313,19 @@ def test_methods_with_a_searched_schedule_have_equal_trials_and_uefls_rates_amon
         rates[row] = sorted([m.lr_at(r) for r in range(1, m.total_rounds + 1)] for m in methods)
     assert all(own == rates[UEFL] for own in rates.values())
     assert rates[UEFL][0] != rates[UEFL][-1]
+
+
+def test_augrc_of_the_earlier_histogram_is_left_out_where_predictions_are_very_certain() -> None:
+    (augrc,) = (column for column in COLUMNS if column.metric == "augrc")
+    (nll,) = (column for column in COLUMNS if column.metric == "nll")
+
+    def format_cells(entropy: float, **more: Any) -> list[str]:
+        silos = {"a": {"entropy": entropy, "augrc": 0.001, "nll": 0.1}, "b": {"entropy": entropy, "augrc": 0.003}}
+        return [format_cell([{"silos": silos, **more}] * 2, column) for column in (augrc, nll)]
+
+    assert format_cells(0.029) == ["–", "0.100 ± 0.000"]
+    assert format_cells(0.031) == ["0.20 ± 0.00", "0.100 ± 0.000"]
+    assert format_cells(0.029, all_silos={"ece": 0.1})[0] == "0.20 ± 0.00"  # of the present histogram
 
 
 def make_start_record(run: StudyRun, start: int) -> dict[str, Any]:
