@@ -43,11 +43,6 @@ def make_faster(trial: Trial, factor: float) -> Trial:
     return replace(trial, label=f"{trial.label}, {factor:g} × the rate", lr_factor=factor)
 
 
-def use_halves(trial: Trial) -> Trial:
-    """Return a trial of UEFL with the present rule for alike silos."""
-    return replace(trial, method={**trial.method, "codebook": replace(trial.method["codebook"], alike_rule="halves")})
-
-
 # Encoders without batch norm of their own to keep, or with a frozen one: FedBN is FedAvg there.
 PRETRAINED_ROWS: Mapping[str, Row] = {
     FEDAVG: Row(method="fedavg", trials=NORM_TRIALS),
@@ -190,14 +185,6 @@ COLOR_SETUPS: Mapping[str, Setup] = {
         seeds=tuple(range(140, 150)),
         trial_seeds=TRIAL_SEEDS,
         chosen_by="accuracy_within_nll",
-    ),
-    "cifar10-augmented": replace(
-        NINE_SILOS["cifar10"],
-        title=f"{NINE_SILOS['cifar10'].title}, again: random crops and flips for every method, other fresh seeds",
-        model=replace(VGG16, augment="crop:4+flip"),
-        schedules=list_schedules(3e-5, 1e-4, 3e-4, 1e-3)[4:],
-        rows={**PRETRAINED_ROWS, UEFL: Row(method="uefl", trials=tuple(map(use_halves, CIFAR_TRIALS)))},
-        seeds=tuple(range(150, 155)),
     ),
     "gtsrb-long": make_longer("gtsrb", list_schedules(1e-4, 3e-4, 1e-3), LONG_GTSRB_TRIALS),
     "cifar10-long": make_longer(

@@ -9,6 +9,7 @@ from statistics import mean
 from studies.methods.runner import RunRecord, StudyRun
 from studies.rivals.runner import (
     ABLATION_ROW,
+    RATES,
     RECEIVER_ROW,
     Choice,
     list_ablation_runs,
@@ -92,6 +93,8 @@ def render_costs(name: str, rows: Mapping[str, Mapping[Part, RunRecord]], times:
     head += [f"s per round, {device} (× {fedavg_row})" for device in devices]
     lines = [head]
     for method, records in rows.items():
+        if method.endswith(RATES):
+            continue  # costs what it costs with its own rates
         costs = [own.get((method, device)) for device in devices]
         parameters = next((f"{c['own_parameters']}" for c in costs if c), "–")
         codewords = mean(r["num_codewords"][1] for r in records.values())

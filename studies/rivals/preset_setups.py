@@ -21,7 +21,8 @@ def make_preset_setup(
 ) -> Setup:
     """Return a setup in which every method has the settings of the preset `default` for a data set.
 
-    With a number of rotations, IFCA is beside the others and knows it.
+    With a number of rotations, IFCA is beside the others and knows it. FedAvg also runs with UEFL's learning rates,
+    with and without fine-tuning.
     """
     methods = {FEDAVG: "fedavg", "FedAvg, fine-tuned": "fine-tuning"}
     if num_rotations:
@@ -30,10 +31,11 @@ def make_preset_setup(
     methods |= {UEFL: "uefl"}
     experiments = parse_experiments([*methods.values(), data, *settings], (), "default")
     first = experiments["fedavg"]
-    values = {
-        row: {f.name: getattr(experiments[m].method, f.name) for f in fields(experiments[m].method) if f.init}
-        for row, m in methods.items()
-    }
+    assert all(e.method.local == first.method.local for e in experiments.values())
+    values = {}
+    for row, name in methods.items():
+        method = experiments[name].method
+        values[row] = {f.name: getattr(method, f.name) for f in fields(method) if f.init and f.name != "local"}
     return Setup(
         title=title,
         data=first.data,
@@ -46,6 +48,8 @@ def make_preset_setup(
         receivers=(),
         precision=first.precision,
         superseded=superseded,
+        restart_rounds=values[UEFL]["group_rounds"],
+        restarted_rows=[row for row in methods if row.startswith(FEDAVG)],
     )
 
 
@@ -59,7 +63,7 @@ def make_searched_setup(data: str, *settings: str, title: str, seeds: Sequence[i
     group_rounds = preset.rows[UEFL].trials[0].method["group_rounds"]
     rows = {}
     for name, row in preset.rows.items():
-        method = {n: value for n, value in row.trials[0].method.items() if n != "local"}
+        method = row.trials[0].method
         variants: Mapping[str, dict[str, Any]] = {
             "one schedule": {"method": method},
             "restarted rate": {"method": method, "local": {"restart_rounds": group_rounds}},
@@ -73,7 +77,7 @@ def make_searched_setup(data: str, *settings: str, title: str, seeds: Sequence[i
         ]
         rows[name] = Row(method=row.method, trials=trials)
     schedules = tuple(Schedule(schedule=s, lr=lr) for s in ("constant", "cosine") for lr in rates)
-    return replace(preset, rows=rows, schedules=schedules)
+    return replace(preset, rows=rows, schedules=schedules, restart_rounds=0)  # a trial, where it is chosen
 
 
 PRESET_SETUPS: Mapping[str, Setup] = {

@@ -252,7 +252,7 @@ def list_rate_runs(name: str, choice: Choice) -> list[StudyRun]:
     return [
         StudyRun(name, f"{method}{RATES}", seed, experiment, with_silos=True)
         for method in choice.trials
-        if setup.restart_rounds and method != UEFL
+        if setup.restart_rounds and method != UEFL and method in (setup.restarted_rows or choice.trials)
         for trial in [choose_trial(name, f"{method}{RATES}", choice)]
         for seed in setup.seeds
         for experiment in [setup.make_experiment(method, trial, choice.schedule, seed)]

@@ -13,7 +13,7 @@ from studies.rivals.trials import UEFL, Setup
 from uefl.core.paired_difference import Difference
 
 MARGIN_POINTS, MARGIN_NLL = 0.3, 2.0  # what "not below" allows: points of accuracy, percent of NLL
-MIN_ENTROPY = 0.03  # mE below which AUGRC from the earlier histogram may be wrong
+MIN_ENTROPY = 0.03  # mE of a run below which AUGRC from the earlier histogram may be wrong
 Part = tuple[int, int]  # seed and fold
 Compare = Callable[[Sequence[float], Sequence[float]], Difference]
 
@@ -113,7 +113,7 @@ def format_cell(records: Sequence[RunRecord], column: Column) -> str:
     if (
         column.metric == "augrc"
         and is_from_earlier_bins(records)
-        and mean(mean_over_silos(record, "entropy") for record in records) < MIN_ENTROPY
+        and min(mean_over_silos(record, "entropy") for record in records) < MIN_ENTROPY
     ):
         return "–"
     return format_mean([column.scale * mean_over_silos(record, column.metric) for record in records], column)

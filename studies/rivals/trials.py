@@ -81,7 +81,8 @@ class Setup:
     # What schedules and trials are compared by, on validation examples; the last: by accuracy, among the trials whose
     # NLL is not above that of FedAvg's best one.
     chosen_by: Literal["nll", "accuracy", "accuracy_within_nll"] = "nll"
-    restart_rounds: int = 0  # of UEFL, in groups: all other rows run with its learning rates too
+    restart_rounds: int = 0  # of UEFL, in groups: other rows run with its learning rates too
+    restarted_rows: Sequence[str] = ()  # which; empty: all
     receiver_trial: int = 0  # with folds: the trial of UEFL whose receivers of codewords are exchanged
 
     def make_experiment(self, row: str, trial: Trial, schedule: Schedule, seed: int, fold: int = 0) -> Experiment:

@@ -302,6 +302,17 @@ def test_rows_with_uefls_rates_differ_in_these_alone() -> None:
     assert list_rate_runs("rotated", read_choice("rotated")) == []  # UEFL has no groups there
 
 
+@pytest.mark.parametrize("name", ["default-groups", "default-fashion", "default-color"])
+def test_fedavg_beside_the_preset_also_runs_with_its_rates(name: str) -> None:
+    choice = read_choice(name)
+    ours = next(run.experiment.method for run in list_final_runs(name, choice) if run.method == UEFL)
+    rated = list_rate_runs(name, choice)
+    assert {run.method for run in rated} == {f"FedAvg{RATES}", f"FedAvg, fine-tuned{RATES}"}
+    rounds = range(1, ours.total_rounds + 1)
+    for run in rated:
+        assert [run.experiment.method.lr_at(r) for r in rounds] == [ours.lr_at(r) for r in rounds]
+
+
 @pytest.mark.parametrize("name", ["own-fashion", "own-color"])
 def test_methods_with_a_searched_schedule_have_equal_trials_and_uefls_rates_among_them(name: str) -> None:
     setup = SETUPS[name]
