@@ -24,6 +24,7 @@ from studies.rivals.tables import (
     MARGIN_NLL,
     MARGIN_POINTS,
     POOLED_COLUMNS,
+    SMALL_SILO,
     Part,
     find_accuracy_gain,
     find_nll_gain,
@@ -38,8 +39,6 @@ from studies.rivals.tables import (
     select_fedavg_row,
 )
 from studies.rivals.trials import FEDAVG, UEFL, Setup
-
-SMALL_SILO = "Switzerland"  # a hospital that has few patients without heart disease
 
 
 def render_aurocs(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:

@@ -10,7 +10,6 @@ from statistics import mean, stdev
 
 from studies.methods.runner import RunRecord
 from studies.rivals.further_tables import (
-    SMALL_SILO,
     render_ablations,
     render_aurocs,
     render_costs,
@@ -34,6 +33,7 @@ from studies.rivals.tables import (
     COLUMNS,
     MARGIN_NLL,
     MARGIN_POINTS,
+    SMALL_SILO,
     Part,
     find_accuracy_gain,
     find_nll_gain,

@@ -339,6 +339,12 @@ def test_augrc_of_the_earlier_histogram_is_left_out_where_predictions_are_very_c
     assert format_cells(0.029, all_silos={"ece": 0.1})[0] == "0.20 ± 0.00"  # of the present histogram
 
 
+def test_the_mean_auroc_leaves_out_the_hospital_with_few_patients_of_one_class() -> None:
+    (auroc,) = (column for column in COLUMNS if column.metric == "auroc")
+    silos = {"Cleveland": {"auroc": 0.9}, "Hungary": {"auroc": 0.8}, "Switzerland": {"auroc": 0.5}}
+    assert format_cell([{"silos": silos}] * 2, auroc) == "0.850 ± 0.000"
+
+
 def make_start_record(run: StudyRun, start: int) -> dict[str, Any]:
     """Make a record; validation chooses start `seed % 3` of IFCA, which has the highest NLL on test examples."""
     identity = identify_run(run.experiment)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from studies.methods.timing import select_silos
-from studies.rivals.further_tables import SMALL_SILO, find_receiver_rows, render_aurocs, render_pooled, render_receivers
+from studies.rivals.further_tables import find_receiver_rows, render_aurocs, render_pooled, render_receivers
 from studies.rivals.runner import RECEIVER_ROW, Choice, list_receiver_runs, list_table_parts, make_run
 from studies.rivals.setups import SETUPS
+from studies.rivals.tables import SMALL_SILO
 from studies.rivals.timing import TimedRow, count_personal_values, find_frequent_labels
 from studies.rivals.trials import FEDAVG, RECEIVERS, UEFL
 from uefl.core.federation import is_codeword_tensor
