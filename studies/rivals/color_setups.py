@@ -133,11 +133,13 @@ PRETRAINED: dict[str, Any] = {
     "receivers": (),
     "precision": "bf16",
 }
+# UEFL's chosen trial of these tables has groups: FedAvg, with and without fine-tuning, also runs with its rates.
+RESTARTED: dict[str, Any] = {"restart_rounds": 3, "restarted_rows": (FEDAVG, "FedAvg, fine-tuned")}
 VGG16 = ModelConfig(encoder="vgg16", hidden_size=512, pretrained_weights=VGG16_WEIGHTS)
 RESNET18 = ModelConfig(encoder="resnet18", hidden_size=512, pretrained_weights=RESNET18_WEIGHTS, frozen_batch_norm=True)
 NINE_SILOS: Mapping[str, Setup] = {
     name: Setup(
-        **{**PRETRAINED, "rows": rows},
+        **{**PRETRAINED, "rows": rows, **(RESTARTED if name == "cifar10" else {})},
         title=f"{name.upper()}, nine silos, VGG16",
         data=get_default_config(name),
         model=VGG16,
@@ -155,6 +157,7 @@ def make_longer(name: str, schedules: Sequence[Schedule], trials: Sequence[Trial
         schedules=schedules,
         rows={**NINE_SILOS[name].rows, UEFL: Row(method="uefl", trials=trials)},
         seeds=tuple(range(110, 115)),
+        **RESTARTED,
     )
 
 
@@ -167,6 +170,7 @@ COLOR_SETUPS: Mapping[str, Setup] = {
         rows={**CIFAR_ROWS, UEFL: Row(method="uefl", trials=GROUP_TRIALS)},
         rows_of="cifar10",
         superseded="UEFL had eight trials and the others four; `cifar10-both` has four for every method",
+        restart_rounds=0,
         seeds=tuple(range(115, 120)),
     ),
     "cifar10-accuracy": replace(
