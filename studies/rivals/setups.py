@@ -9,6 +9,7 @@ from typing import Any
 from studies.rivals.color_setups import COLOR_SETUPS
 from studies.rivals.equal_trials import make_equal_rows, make_further_rows
 from studies.rivals.hospital_setups import HOSPITALS, HOSPITALS_AGAIN
+from studies.rivals.hospitals_equal import HOSPITALS_EQUAL
 from studies.rivals.preset_setups import PRESET_SETUPS
 from studies.rivals.trials import (
     FEDAVG,
@@ -209,5 +210,6 @@ SETUPS: Mapping[str, Setup] = {
     **PRESET_SETUPS,
     "hospitals": HOSPITALS,
     "hospitals-again": HOSPITALS_AGAIN,
+    "hospitals-equal": HOSPITALS_EQUAL,
     **COLOR_SETUPS,
 }
