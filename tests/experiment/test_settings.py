@@ -163,8 +163,9 @@ def test_settings_that_were_added_later_keep_the_run_id_of_earlier_runs():
     """A run that an earlier version has started or finished is found by the same command."""
     method = to_dict(BASE, for_run_id=True)["method"]
     assert not {"eval_clients", "evaluate_last"} & method.keys()
+    assert "restart_rounds" not in method["local"]
     plain = replace(BASE, method=FedAvg())
-    for assignment in ("eval_clients=3", "evaluate_last=5"):
+    for assignment in ("eval_clients=3", "evaluate_last=5", "restart_rounds=2"):
         assert override_settings(plain, [assignment]).run_id("x") != plain.run_id("x")
 
 

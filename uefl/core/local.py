@@ -26,8 +26,9 @@ class LocalTraining:
     restart_rounds: int = setting(
         0,
         "Rounds at the end of a run in which the learning rate starts again at half of lr and falls linearly; "
-        "schedule ends before them. 0: none, as in the paper.",
+        "schedule ends before them. 0: none, as in the paper. Group rounds of uefl start it again themselves.",
         at_least=0,
+        in_run_id="when changed",
     )
     momentum: float = setting(0.9, "Momentum; used by sgd only.", at_least=0, below=1)
     weight_decay: float = setting(0.0, "Weight decay; 0 turns it off.", at_least=0)
