@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import TINY_SETTINGS_NO_CODEBOOK, call_cli
 from rich.console import Console
 
 from uefl.core.errors import InputError
@@ -28,7 +30,7 @@ from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.seeds import (
     SEEDS_TABLE_FILE,
     describe_differences,
-    describe_own_models,
+    describe_own_means,
     format_mean_stderr,
     format_seed_table,
     make_seed_table,
@@ -356,9 +358,16 @@ SILOS = {"a": {"entropy": 0.412}, "b": {"entropy": 0.5}, "c": {"entropy": 0.3}}
             [],
             {},
             {"test": "permutation", "extend": "uncertain", "silos": {}, "threshold": None, "is_codebook_final": True},
-            "no silo was compared, since none has validation examples; no silo receives new codewords "
+            "no silo was compared, since none sent the entropy of validation examples; no silo receives new codewords "
             "(extend=uncertain): the codebook is final",
         ),
+        (
+            [],
+            {f"silo {k}": 8 for k in range(10)},
+            {**PERMUTATION, "silos": SILOS, "extend": "all"},
+            "no silo is more uncertain than the least uncertain one beyond chance (permutation test, level 0.05); "
+            "10 silos receive 8 new codewords each (extend=all)",
+        ),  # too many to name
         (
             ["a"],
             {},
@@ -483,23 +492,57 @@ def test_a_comparison_over_seeds_has_paired_intervals_and_names_models_of_silos_
         means = {"mA": accuracy, "mE": 0.25, "mP": 3.4, "mNLL": nll}
         experiment = {"seed": seed, "method": {"fine_tuning_epochs": 0, "group_rounds": 0, **method}}
         fields = {"experiment": experiment, "validation_accuracy": 0.5, "averaged rounds": 5}
+        fields["group_rounds"] = 2 if name == "uefl" else 0  # of the setting, 8, as many as were run
         return {"name": name, "mean of last 5": means, "own_models": own_models, **fields}
 
     accuracies, nlls = {"fedavg": (0.50, 0.60, 0.55), "uefl": (0.60, 0.65, 0.67)}, (0.9, 0.8, 0.85)
     records = [make_run("fedavg", seed, accuracies["fedavg"][seed], nlls[seed], {}) for seed in range(3)]
     own = {"num_silos": 9, "nll": 0.4, "shared_nll": 1.2}
-    settings = {"fine_tuning_epochs": 5, "group_rounds": 2}
+    settings = {"fine_tuning_epochs": 5, "group_rounds": 8}
     records += [make_run("uefl", s, accuracies["uefl"][s], nlls[s] - 0.4, own, **settings) for s in range(3)]
     # Differences of 10, 5 and 12 points: 9 ± t(0.975, 2) · 3.6056 / √3, and t = 4.3027.
     assert describe_differences(summarize_seeds(records)) == [
         "uefl minus fedavg, paired by seed, 95 % intervals: mA +9.0 (0.0 to +18.0) points, "
         "mNLL −0.400 (−0.400 to −0.400) (lower is better)"
     ]
-    assert describe_own_models(records) == [
-        "uefl: silos predict with models of their own (2 rounds in groups of alike silos, 5 epochs of local "
-        "fine-tuning): mean NLL 0.400, of the shared model 1.200"
+    assert describe_own_means(records) == [
+        "uefl (rounds in groups of alike silos: 2, epochs of local fine-tuning: 5): after the last round, silos have "
+        "models of their own: mean NLL of test examples 0.400, of the shared model 1.200"
     ]
     assert describe_differences(summarize_seeds([r for r in records if r["experiment"]["seed"] == 0])) == []
+    records[-1]["mean of last 5"]["mNLL"] = math.inf
+    (line,) = describe_differences(summarize_seeds(records))
+    assert line.endswith("mA +9.0 (0.0 to +18.0) points, mNLL –")
+    # Of two FedAvgs, the others are compared with the one that is better by validation.
+    better = [{**r, "name": "fedavg, no layer norm", "validation_accuracy": 0.6} for r in records[:3]]
+    named = [line.partition(",")[0] for line in describe_differences(summarize_seeds([*records[:3], *better]))]
+    assert named == ["fedavg minus fedavg"]
+    assert (
+        "fedavg minus fedavg, no layer norm, paired"
+        in describe_differences(summarize_seeds([*records[:3], *better]))[0]
+    )
+    # Without FedAvg, with the first one.
+    others = [{**r, "name": name} for name in ("ditto", "uefl") for r in records[:3]]
+    assert describe_differences(summarize_seeds(others))[0].startswith("uefl minus ditto, paired")
+
+
+def test_comparing_seeds_prints_differences_and_own_models_once_per_method(tmp_path):
+    arguments = ["mnist5k", *TINY_SETTINGS_NO_CODEBOOK, "fine_tuning_epochs=1", "batch_norm=not_averaged"]
+    methods = ["fedavg", "fine-tuning", "encoder=mlp"]
+    answer = call_cli("compare", *methods, *arguments, "--seeds", "0,1", "--out", str(tmp_path))
+    assert answer.code == 0, answer.stderr
+    lines = answer.stdout.splitlines()
+    (folder,) = tmp_path.glob("compare-*")
+    saved = (folder / "seeds.md").read_text()
+    (better,) = re.findall(r"^\| (fedavg.*) \(better by validation\)", saved, re.MULTILINE)
+    paired = [line for line in lines if "paired by seed, 95 % intervals: mA" in line]
+    assert len(paired) == 2
+    assert all(f" minus {better}, paired by seed" in line for line in paired)
+    (own,) = (line for line in lines if "models of their own" in line)
+    assert own.startswith("fine-tuning (epochs of local fine-tuning: 1): after the last round, silos have models")
+    assert all(line in saved for line in [*paired, own])
+    idle = [line for line in lines if "batch_norm=not_averaged has no effect" in line]
+    assert sorted(line.partition(":")[0] for line in idle) == ["fedavg", "fedavg, no layer norm", "fine-tuning"]
 
 
 ONE_MORE_METRIC = """

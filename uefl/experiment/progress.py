@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -16,6 +17,8 @@ from uefl.experiment.plan import describe_seconds
 from uefl.experiment.records import is_evaluated, summarize_decision, summarize_revocation
 from uefl.experiment.report import describe_decision, describe_revocation
 from uefl.experiment.run import Event
+
+SEED = re.compile(r", seed \d+$")  # end of the name of a run in a comparison over seeds
 
 
 class StatusColumn(TextColumn):
@@ -47,7 +50,7 @@ class ProgressDisplay:
             disable=not console.is_terminal,
         )
         self.tasks: dict[str, TaskID] = {}
-        self.data_warnings: set[str] = set()
+        self.printed_warnings: set[str] = set()
         self.run_states: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> ProgressDisplay:
@@ -105,12 +108,16 @@ class ProgressDisplay:
         )
 
     def _on_warning(self, run: str, event: Event) -> None:
-        if event.get("about") == "data":  # the same for all runs of a comparison: once
-            if event["message"] not in self.data_warnings:
-                self.data_warnings.add(event["message"])
-                self.console.print(f"warning: {event['message']}", style="yellow", soft_wrap=True, markup=False)
+        label = f"{run}: "
+        if event.get("about") == "data":  # the same for all runs of a comparison
+            label = ""
+        elif event.get("about") == "settings":  # the same for all seeds of a method
+            label = f"{SEED.sub('', run)}: "
+        line = f"{label}warning: {event['message']}"
+        if "about" in event and line in self.printed_warnings:
             return
-        self.console.print(f"{run}: warning: {event['message']}", style="yellow", soft_wrap=True, markup=False)
+        self.printed_warnings.add(line)
+        self.console.print(line, style="yellow", soft_wrap=True, markup=False)
 
     def _on_finished(self, run: str, event: Event) -> None:
         self.console.print(

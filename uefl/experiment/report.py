@@ -305,11 +305,14 @@ def describe_own_models(runs: Mapping[str, Path]) -> list[str]:
     lines = []
     for name, folder in runs.items():
         if own := RunFolder(folder).read_summary().get("own_models"):
-            lines.append(
-                f"{name}: after the last round, {own['num_silos']} silos have models of their own: mean NLL of test "
-                f"examples {own['nll']:.3f}, of the shared model {own['shared_nll']:.3f}"
-            )
+            count, means = own["num_silos"], describe_own_nll(own["nll"], own["shared_nll"])
+            lines.append(f"{name}: after the last round, {count} {means}")
     return lines
+
+
+def describe_own_nll(own: float, shared: float) -> str:
+    """Describe the NLL of the silos' own models after the last round, beside that of the shared model."""
+    return f"silos have models of their own: mean NLL of test examples {own:.3f}, of the shared model {shared:.3f}"
 
 
 def _list_untrained_rounds(folder: Path) -> set[int]:
@@ -378,7 +381,7 @@ def _describe_uncertain_silos(step: Mapping[str, Any]) -> str:
     """Describe which silos are uncertain, and by which test."""
     decision, names = step.get("decision", {}), step["uncertain_silos"]
     if _has_no_entropies(step):
-        return "no silo was compared, since none has validation examples"
+        return "no silo was compared, since none sent the entropy of validation examples"
     if _is_incomparable(step):
         return (
             "no silo is reported as uncertain: silos predict with tensors of their own, such as batch norm, so a "

@@ -161,7 +161,7 @@ def prepare_run(
     input_shape = tuple(silos[0].test.x.shape[1:])
     net = experiment.build_network(input_shape, len(images.classes))
     for message in describe_idle_settings(method, net, silos):
-        on_event({"kind": "warning", "message": message})
+        on_event({"kind": "warning", "about": "settings", "message": message})
     engine = choose_engine(
         *(engine, device, net, silos, method.local, method.total_rounds),
         clients_per_round=method.clients_per_round,

@@ -21,6 +21,7 @@ from uefl.core.metrics import (
     TWO_CLASS_METRICS,
     Metric,
     describe_labels,
+    mean_metric,
     select_table_metrics,
 )
 from uefl.core.paired_difference import compare_pairs
@@ -28,7 +29,12 @@ from uefl.experiment.comparison import FEDAVG_NO_LAYER_NORM, RunResources, creat
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
 from uefl.experiment.records import AGGREGATIONS, DEFAULT_AGGREGATION, choose_aggregation, describe_rounds
-from uefl.experiment.report import describe_chance_level, describe_local_differences, describe_positive_classes
+from uefl.experiment.report import (
+    describe_chance_level,
+    describe_local_differences,
+    describe_own_nll,
+    describe_positive_classes,
+)
 from uefl.experiment.run_folder import RESULTS_VERSION_KEY, RunFolder
 from uefl.experiment.verdict import format_difference
 
@@ -46,7 +52,7 @@ def compare_seeds(
     records = [summarize_run(name, folders[label]) for (name, _), label in labels.items()]
     local = {record["name"]: record["experiment"]["method"]["local"] for record in records}
     seed_means = summarize_seeds(records)
-    lines = [*describe_differences(seed_means), *describe_own_models(records), *describe_positive_classes(folders)]
+    lines = [*describe_differences(seed_means), *describe_own_means(records), *describe_positive_classes(folders)]
     lines += [*describe_chance_level(folders), *describe_local_differences(local)]
     table = format_seed_table(records) + "".join(f"\n{line}\n" for line in lines)
     folder = create_comparison_folder(folders, out)
@@ -73,6 +79,7 @@ def summarize_run(name: str, folder: Path) -> dict[str, Any]:
         **{a: _select_means(summary[a]) for a in AGGREGATIONS},
         **{field: summary[field] for field in summary_fields},
         "own_models": summary.get("own_models", {}),
+        "group_rounds": sum("groups" in record for record in RunFolder(folder).read_records()),
         "averaged rounds": len(summary[DEFAULT_AGGREGATION]["round"]),
         "domain accuracy": {domain: metrics["accuracy"] for domain, metrics in domains.items()},
     }
@@ -100,10 +107,6 @@ class _Unit(NamedTuple):
 
 
 _COMPARED = {"mA": _Unit(100, 1, " points"), "mNLL": _Unit(1, 3, " (lower is better)")}
-_OWN_MODEL_STEPS = {
-    "group_rounds": "rounds in groups of alike silos",
-    "fine_tuning_epochs": "epochs of local fine-tuning",
-}
 
 
 class SeedMeans(NamedTuple):
@@ -176,7 +179,10 @@ def format_seed_table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def describe_differences(found: SeedMeans) -> list[str]:
-    """Describe how much every method differs from FedAvg, paired by seed; one seed has no interval."""
+    """Describe how much every method differs from FedAvg, or from the first one without it, paired by seed.
+
+    One seed has no interval, and a metric that is not finite has no difference.
+    """
     reference = found.values[found.reference]
     if len(reference) < 2:
         return []
@@ -199,23 +205,25 @@ def _format_paired_difference(
     """Format the difference of a metric with its interval and unit."""
     unit = _COMPARED[label]
     ours, theirs = ([unit.scale * value[label] for value in by_seed] for by_seed in (values, reference))
+    if not all(map(math.isfinite, (*ours, *theirs))):
+        return "–"
     return format_difference(compare_pairs(ours, theirs), unit.digits) + unit.suffix
 
 
-def describe_own_models(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe which methods adapted the shared model to each silo after it, and what that changed."""
+def describe_own_means(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe what training in groups and local fine-tuning changed, as means over seeds."""
     lines = []
     for name in dict.fromkeys(record["name"] for record in records):
         runs = [record for record in records if record["name"] == name]
         own = [run["own_models"] for run in runs if run.get("own_models")]
-        method = runs[0]["experiment"]["method"]
-        steps = [f"{method[field]} {unit}" for field, unit in _OWN_MODEL_STEPS.items() if method.get(field)]
-        if own and steps:
-            nll, shared_nll = (sum(run[key] for run in own) / len(own) for key in ("nll", "shared_nll"))
-            lines.append(
-                f"{name}: silos predict with models of their own ({', '.join(steps)}): mean NLL {nll:.3f}, of the "
-                f"shared model {shared_nll:.3f}"
-            )
+        steps = {
+            "rounds in groups of alike silos": runs[0]["group_rounds"],
+            "epochs of local fine-tuning": runs[0]["experiment"]["method"].get("fine_tuning_epochs", 0),
+        }
+        if own:
+            listed = ", ".join(f"{unit}: {count}" for unit, count in steps.items() if count)
+            nll, shared_nll = (mean_metric(own, key) for key in ("nll", "shared_nll"))
+            lines.append(f"{name} ({listed}): after the last round, {describe_own_nll(nll, shared_nll)}")
     return lines
 
 
