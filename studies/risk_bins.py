@@ -95,19 +95,18 @@ def run(
 ) -> None:
     """Measure the runs of the setup that have no record yet."""
     torch.set_num_threads(1)
-    known = {record["fingerprint"] for record in read_records(records)}
+    known = {record.get("run") for record in read_records(records)}
     data, silos = SETUPS[SETUP].data, dict[int, list[Silo]]()  # by seed: rows of a table have the same test examples
     for folder in track(folders):
-        header = RunFolder(folder).read_header()
-        if header["fingerprint"] in known:
+        if folder.name in known:
             continue
-        experiment = header["experiment"]
+        experiment = RunFolder(folder).read_header()["experiment"]
         method, seed = experiment["name"], experiment["seed"]
         if seed not in SETUPS[SETUP].seeds or (max_seed and seed > max_seed):
             continue
         if seed not in silos:
             silos[seed] = data.load(seed)[0]
-        record = {"fingerprint": header["fingerprint"], "method": method, "seed": seed}
+        record = {"run": folder.name, "method": method, "seed": seed}
         append_records(records, [{**record, **measure_run(folder, silos[seed], device)}])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from studies import risk_bins as study
 from uefl.core.selective_risk import augrc
 from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.records import read_records
 from uefl.experiment.run import run
 
 
@@ -42,9 +44,25 @@ def test_the_earlier_bins_do_not_separate_the_most_certain_examples() -> None:
     assert counts[0, -1] == 1
 
 
+SMALL = ["num_silos=1,1,1", "train_per_silo=40", "test_per_silo=30", "encoder=mlp", "width=8", "hidden_size=8"]
+
+
+def test_every_run_without_a_record_is_measured_once(tmp_path, monkeypatch) -> None:
+    """Rows of a table share their data, so a run is known by its folder."""
+    experiments = parse_experiments(["fedavg", "local-only", "rounds=1", "iterations=1", *SMALL], [], "default")
+    setup = replace(study.SETUPS[study.SETUP], data=experiments["fedavg"].data, seeds=(0,))
+    monkeypatch.setattr(study, "SETUPS", {study.SETUP: setup})
+    folders = [run(experiment, tmp_path) for experiment in experiments.values()]
+    path = tmp_path / "records.jsonl"
+    for measured in (folders[:1], folders, folders):
+        study.run(measured, path)
+    records = read_records(path)
+    assert [record["run"] for record in records] == [folder.name for folder in folders]
+    assert [record["method"] for record in records] == ["fedavg", "local-only"]
+
+
 def test_a_run_is_measured_by_the_predictions_of_its_models(tmp_path) -> None:
-    small = ["num_silos=1,1,1", "train_per_silo=40", "test_per_silo=30", "encoder=mlp", "width=8", "hidden_size=8"]
-    (experiment,) = parse_experiments(["fedavg", "rounds=1", *small], ["uefl"], "default").values()
+    (experiment,) = parse_experiments(["fedavg", "rounds=1", *SMALL], ["uefl"], "default").values()
     record = study.measure_run(run(experiment, tmp_path), experiment.data.load(0)[0])
     assert list(record) == ["entropy", "exact", "present", "earlier"]
     assert 0 < record["exact"] < 0.5
