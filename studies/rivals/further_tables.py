@@ -9,7 +9,6 @@ from statistics import mean
 from studies.methods.runner import RunRecord, StudyRun
 from studies.rivals.runner import (
     ABLATION_ROW,
-    RATES,
     RECEIVER_ROW,
     Choice,
     list_ablation_runs,
@@ -38,7 +37,7 @@ from studies.rivals.tables import (
     mean_over_silos,
     select_fedavg_row,
 )
-from studies.rivals.trials import FEDAVG, UEFL, Setup
+from studies.rivals.trials import FEDAVG, RATES, UEFL, Setup
 
 
 def render_aurocs(setup: Setup, rows: Mapping[str, Mapping[Part, RunRecord]]) -> str:

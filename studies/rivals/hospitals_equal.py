@@ -19,6 +19,7 @@ from studies.rivals.hospital_setups import (
 )
 from studies.rivals.trials import FEDAVG, UEFL, Row, Trial
 
+NOTHING: Mapping[str, Any] = {}
 DROPOUTS = (0.0, 0.1, 0.2)
 PENALTIES = (0.001, 0.003, 0.01, 0.03, 0.1)
 LARGER_PENALTIES = (0.003, 0.01, 0.03, 0.1, 0.3)  # for models of one hospital, or of all patients at one place
@@ -26,14 +27,14 @@ DECAYS = (0.0, 0.01, 0.1, 0.3, 1.0)
 
 
 def make_trial(
-    label: str, dropout: float, decay: float, *, model: Mapping[str, Any] | None = None, **method: Any
+    label: str, dropout: float, decay: float, *, model: Mapping[str, Any] = NOTHING, method: Mapping[str, Any] = NOTHING
 ) -> Trial:
     """Return a network with these values of dropout and weight decay."""
     return Trial(
         label=label,
         method={**HOSPITAL_ADJUSTMENT, **method},
         local={"weight_decay": decay},
-        model={"dropout": dropout, **(model or {})},
+        model={"dropout": dropout, **model},
     )
 
 
@@ -64,7 +65,7 @@ def list_networks(
 def list_networks_by(name: str, values: Sequence[float]) -> tuple[Trial, ...]:
     """Return networks with every pair of a dropout and a value of the method's own setting."""
     return tuple(
-        make_trial(f"dropout {p:g}, {name} {value:g}", p, 0.1, **{name: value})
+        make_trial(f"dropout {p:g}, {name} {value:g}", p, 0.1, method={name: value})
         for p, value in product((0.5, 0.6, 0.7), values)
     )
 

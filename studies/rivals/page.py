@@ -126,12 +126,15 @@ def find_rows(
         return {}
     choice = Choice(Schedule(**entry["schedule"]), entry["trials"])
     rows: dict[str, dict[Part, RunRecord]] = {method: {} for method in list_chosen_rows(setup, entry)}
+    rates: dict[str, dict[Part, RunRecord]] = {}
     for run in [*list_final_runs(name, choice), *list_rate_runs(name, choice)]:
         matches = run.find_records(results)
         if matches:
-            rows.setdefault(run.method, {})[run.seed, 0] = matches[-1]
+            found = rows if run.method in rows else rates
+            found.setdefault(run.method, {})[run.seed, 0] = matches[-1]
     if any(len(records) < 2 for records in rows.values()):
         return {}
+    rows |= {method: records for method, records in rates.items() if len(records) == len(setup.seeds)}
     ours = {UEFL: rows.pop(UEFL)}  # the last row
     return choose_starts(name, choice, {**rows, **ours}, results)
 
@@ -195,6 +198,8 @@ def describe_search(scores: Mapping[str, Sequence[float]]) -> str:
 def describe_choice(name: str, frozen: Mapping[str, RunRecord]) -> str:
     """Describe which schedule and trials validation chose."""
     setup = SETUPS[name]
+    if all(len(row.trials) == 1 for row in setup.rows.values()):
+        return "All settings are those of the preset; nothing was chosen here."
     if setup.folds:
         labels = {method: ", ".join(t.label for t in row.trials) for method, row in setup.rows.items()}
         choice = "Every fold chooses the trial of each method by its own validation patients."
@@ -208,8 +213,6 @@ def describe_choice(name: str, frozen: Mapping[str, RunRecord]) -> str:
             " Of the trials whose validation NLL is not above FedAvg's lowest, every method takes the one with the "
             "lowest validation error rate."
         )
-    if all(len(row.trials) == 1 for row in setup.rows.values()):
-        return "All settings are those of the preset; nothing was chosen here."
     for method, row in list_chosen_rows(setup, entry).items():
         scores = entry[get_score_name(setup)][method]
         cells = [f"{re.sub(r'^1 epochs', '1 epoch', t.label)} {s:.4f}" for t, s in zip(row.trials, scores, strict=True)]

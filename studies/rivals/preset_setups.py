@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from studies.rivals.trials import FEDAVG, NO_NORM, UEFL, Row, Schedule, Setup, Trial
+from studies.rivals.trials import FEDAVG, NO_NORM, RATES, UEFL, Row, Schedule, Setup, Trial
 from uefl.experiment.parsing import parse_experiments
 
 LAST_ROUND = ("evaluate_every=1000", "evaluate_local=false")  # nothing else is read
@@ -17,7 +17,13 @@ OWN_IMAGES = (  # what the preset has for own images, at a size for a CPU
 
 
 def make_preset_setup(
-    data: str, *settings: str, title: str, seeds: Sequence[int], num_rotations: int = 0, superseded: str = ""
+    data: str,
+    *settings: str,
+    title: str,
+    seeds: Sequence[int],
+    num_rotations: int = 0,
+    folds: int = 0,
+    superseded: str = "",
 ) -> Setup:
     """Return a setup in which every method has the settings of the preset `default` for a data set.
 
@@ -36,6 +42,15 @@ def make_preset_setup(
     for row, name in methods.items():
         method = experiments[name].method
         values[row] = {f.name: getattr(method, f.name) for f in fields(method) if f.init and f.name != "local"}
+    group_rounds = values[UEFL]["group_rounds"]
+    rows = {row: Row(method=m, trials=(Trial(label="preset", method=values[row]),)) for row, m in methods.items()}
+    restarted = [row for row in methods if row.startswith(FEDAVG)]
+    if folds:  # the rows of such a table are its trials
+        uefl, local = {UEFL: rows.pop(UEFL)}, {"restart_rounds": group_rounds}
+        for row in restarted:
+            (trial,) = rows[row].trials
+            rows[f"{row}{RATES}"] = replace(rows[row], trials=(replace(trial, local=local),))
+        rows |= uefl
     return Setup(
         title=title,
         data=first.data,
@@ -43,13 +58,14 @@ def make_preset_setup(
         local=first.method.local,
         rounds={},
         schedules=(Schedule(schedule=first.method.local.schedule, lr=first.method.local.lr),),
-        rows={row: Row(method=m, trials=(Trial(label="preset", method=values[row]),)) for row, m in methods.items()},
+        rows=rows,
         seeds=seeds,
         receivers=(),
         precision=first.precision,
         superseded=superseded,
-        restart_rounds=values[UEFL]["group_rounds"],
-        restarted_rows=[row for row in methods if row.startswith(FEDAVG)],
+        restart_rounds=0 if folds else group_rounds,
+        restarted_rows=restarted,
+        folds=folds,
     )
 
 
@@ -117,6 +133,14 @@ PRESET_SETUPS: Mapping[str, Setup] = {
         "precision=bf16",  # faster than tf32, the default
         title="CIFAR10, nine silos, VGG16 without pretrained weights, every method with the preset `default`, in bf16",
         seeds=range(130, 135),
+    ),
+    "default-hospitals": make_preset_setup(
+        "heart",
+        *LAST_ROUND,
+        "validation_fraction=0.2",
+        title="Heart disease, every method with the preset `default`, other folds",
+        seeds=range(260, 270),
+        folds=5,
     ),
     "own-fashion": make_searched_setup(
         "fmnist",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
 from studies.rivals.setups import SETUPS
-from studies.rivals.trials import FEDAVG, IFCA, SEARCH_SEEDS, UEFL, Schedule, Setup, Trial
+from studies.rivals.trials import FEDAVG, IFCA, RATES, SEARCH_SEEDS, UEFL, Schedule, Setup, Trial
 from uefl.core.errors import InputError
 from uefl.experiment.records import read_records
 
@@ -21,7 +21,6 @@ RECEIVER_ROW = f"{UEFL}, extend="  # beginning of the rows in which other silos 
 ABLATION_ROW = f"{UEFL}, without: "  # beginning of the rows whose codebook lacks something
 START = ", start="  # ending of the rows with further starts of IFCA
 START_ROW = f"{IFCA}{START}"
-RATES = ", UEFL's rates"  # ending of the rows with the learning rates of UEFL's group rounds
 NLL, ERROR = "validation_nll", "validation_error"  # what trials are compared by
 NUM_STARTS = 3  # of IFCA, of which validation chooses one per seed
 

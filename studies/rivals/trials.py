@@ -18,6 +18,7 @@ from uefl.experiment.experiment import Experiment, Precision
 from uefl.models.model_config import ModelConfig
 
 FEDAVG, IFCA, UEFL = "FedAvg", "IFCA", "UEFL"
+RATES = ", UEFL's rates"  # ending of the rows with the learning rates of UEFL's group rounds
 RECEIVERS = ("none", "uncertain", "random", "all")  # silos that get codewords: values of `extend` that are compared
 TRIAL_SEEDS = (20, 21)  # not used before
 SEARCH_SEEDS = (30, 31)  # of the search for UEFL's own settings, before its trials were fixed

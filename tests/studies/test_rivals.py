@@ -16,11 +16,10 @@ from studies.rivals import page as page_module
 from studies.rivals.__main__ import PAGE, get_files
 from studies.rivals.color_setups import RESNET18_WEIGHTS, VGG16_WEIGHTS
 from studies.rivals.further_tables import render_ablations
-from studies.rivals.page import NOTES, render_page
+from studies.rivals.page import NOTES, find_rows, render_page
 from studies.rivals.preset_setups import LAST_ROUND, OWN_IMAGES
 from studies.rivals.runner import (
     NUM_STARTS,
-    RATES,
     START,
     START_ROW,
     Choice,
@@ -39,7 +38,7 @@ from studies.rivals.starts import describe_starts
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
 from studies.rivals.tables import COLUMNS, format_cell, format_gain
 from studies.rivals.trial_counts import count_trials, render_trial_counts
-from studies.rivals.trials import IFCA, NUM_TRIALS, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, UEFL, Schedule
+from studies.rivals.trials import FEDAVG, IFCA, NUM_TRIALS, RATES, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, UEFL, Schedule
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.records import read_records
@@ -312,6 +311,20 @@ def test_fedavg_also_runs_with_the_rates_of_uefl_in_groups(name: str) -> None:
     shares = [ours.lr_at(r) / ours.local.lr for r in rounds]
     for method in (run.experiment.method for run in rated):
         assert [method.lr_at(r) / method.local.lr for r in rounds] == pytest.approx(shares)
+
+
+@pytest.mark.records
+def test_a_row_with_uefls_rates_is_shown_when_all_its_seeds_have_run() -> None:
+    files = get_files(ROOT / "results")
+    frozen, trials, results = read_frozen(files.frozen), read_records(files.trials), read_records(files.results)
+    row = f"{FEDAVG}{RATES}"
+    own = [r for r in results if (r["setup"], r["method"]) == ("rotated-sixteen", row)]
+    others = [r for r in results if r not in own]
+    every = find_rows("rotated-sixteen", frozen, trials, results)
+    for count in (0, 1, len(own) - 1):
+        rows = find_rows("rotated-sixteen", frozen, trials, [*others, *own[:count]])
+        assert rows == {name: records for name, records in every.items() if name != row}
+    assert len(every[row]) == len(own) == 10
 
 
 @pytest.mark.parametrize("name", ["own-fashion", "own-color"])
