@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from studies.methods.runner import RunRecord
 from studies.rivals.setups import SETUPS
-from studies.rivals.trials import UEFL
+from studies.rivals.trials import RATES, UEFL
 
 NO_CHOICE = ("schedule search", "Prevalence only")  # FedAvg's runs that choose the rate for all, and a fixed prediction
 TITLES = {
@@ -27,7 +27,7 @@ def count_trials(trials: Sequence[RunRecord]) -> dict[str, dict[str, int]]:
     """Return the number of distinct settings by data set and method; the same settings in two tables count once."""
     tried: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for record in trials:
-        method = record["method"].split(": ")[0]
+        method = record["method"].split(": ")[0].removesuffix(RATES)
         if method not in NO_CHOICE:
             settings = {n: v for n, v in record["settings"].items() if not n.startswith("data.")}
             tried[SETUPS[record["setup"]].data.name][method].add(json.dumps(settings, sort_keys=True))

@@ -494,9 +494,11 @@ def test_equal_settings_in_two_tables_are_one_trial_and_the_search_for_a_rate_is
         make_trial("hospitals", "Prevalence only: a", 0.1),
         make_trial("hospitals", "UEFL: a", 0.1),
         make_trial("hospitals", "FedAvg: a", 0.1),
+        make_trial("default-hospitals", "FedAvg, UEFL's rates: preset", 0.1),
+        make_trial("default-hospitals", "FedAvg, UEFL's rates: preset", 0.2),
     ]
-    assert count_trials(records) == {"mnist": {"FedAvg": 2, "FedBN": 1, "UEFL": 1}, "heart": {"UEFL": 1, "FedAvg": 1}}
-    assert render_trial_counts(records).splitlines()[2:] == ["| MNIST | 1 | 1 to 2 |", "| Heart disease | 1 | 1 |"]
+    assert count_trials(records) == {"mnist": {"FedAvg": 2, "FedBN": 1, "UEFL": 1}, "heart": {"UEFL": 1, "FedAvg": 2}}
+    assert render_trial_counts(records).splitlines()[2:] == ["| MNIST | 1 | 1 to 2 |", "| Heart disease | 1 | 2 |"]
 
 
 def test_the_starts_of_ifca_are_described_whatever_its_row_is_called() -> None:
