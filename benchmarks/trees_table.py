@@ -9,7 +9,10 @@ from typing import Any
 from benchmarks.compare_trees import NEW, OLD
 from benchmarks.harness import RECORDS
 
-COLUMNS = ("benchmark, date", "device, engine", "0.1, median", "0.2, median", "ratio", "ratio by turn, median (range)")
+COLUMNS = (
+    *("benchmark, date", "device, engine", "torch, recorded in"),
+    *("0.1, median", "0.2, median", "ratio", "ratio by turn, median (range)"),
+)
 HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
@@ -23,6 +26,7 @@ def render_table() -> str:
 def _render_row(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     by_turn = new["note"].partition("by turn: ")[2]
     cells = [f"`{new['benchmark']}`, {new['date'][:16]}", f"{new['device']}, {new['engine']}"]
+    cells += [f"{new['torch']}, {new['recorded_in']}"]
     cells += [f"{r['value']:.4g} {r['unit']}" for r in (old, new)]
     return "| " + " | ".join([*cells, f"{new['value'] / old['value']:.3f}", by_turn]) + " |"
 
