@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from uefl import __version__
+from uefl.core.processor import get_cpu_name
 
 ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -114,12 +115,6 @@ def measure_interleaved(
 def report_missing(name: str) -> None:
     """Report a peer that is not installed and is skipped."""
     Console(stderr=True).print(f"{name} is not installed: skipped (benchmarks/README.md tells how to install it)")
-
-
-def get_cpu_name() -> str:
-    """Return the model name of the CPU."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def read_load() -> list[float]:

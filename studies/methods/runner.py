@@ -352,7 +352,8 @@ def summarize_run(run_: StudyRun, folder: Path, workers: int) -> RunRecord:
     header, summary = run_folder.read_header(), run_folder.read_summary()
     rounds = records.read_records(run_folder.records_path)
     messages = [silo for r in rounds for silo in r["silos"].values() if "bytes_up" in silo]
-    environment = {key: header[key] for key in ("engine", "device", "torch", "uefl", "results_version", "fingerprint")}
+    names = ("engine", "device", "processor", "torch", "uefl", "results_version", "fingerprint")
+    environment = {name: header[name] for name in names if name in header}  # earlier folders lack the processor
     record: RunRecord = {
         "setup": run_.setup,
         "method": run_.method,

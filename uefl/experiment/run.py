@@ -24,6 +24,7 @@ from uefl.algorithms.requirements import require_enough_silos
 from uefl.core.codebook_size import CodebookSize
 from uefl.core.errors import InputError, unknown_value_error
 from uefl.core.federation import Broadcast, Clients, Method, ServerState, Silo, Tensors
+from uefl.core.processor import describe_processor
 from uefl.data.images import Images
 from uefl.data.input_format import describe_source
 from uefl.data.quality import collect_warnings
@@ -359,6 +360,7 @@ def _write_header(folder: RunFolder, experiment: Experiment, context: RunContext
             **describe_environment(context),
             "uefl": __version__,
             "python": platform.python_version(),
+            "processor": describe_processor(),
             "fingerprint": context.fingerprint,
             "experiment": experiment.to_config(),
             "total_rounds": experiment.method.total_rounds,
