@@ -130,12 +130,14 @@ def render_receivers(
     return f"UEFL ({trial.label}) with codewords for other silos (`extend`):\n\n{table}"
 
 
-def render_ablations(name: str, choice: Choice | None, results: Sequence[RunRecord]) -> str:
+def render_ablations(
+    name: str, choice: Choice | None, trials: Sequence[RunRecord], results: Sequence[RunRecord]
+) -> str:
     """Render UEFL without parts of its codebook, and the gain of the whole."""
     if not choice or not SETUPS[name].ablations:
         return ""
     runs = [(run.method.removeprefix(ABLATION_ROW), run, results) for run in list_ablation_runs(name, choice)]
-    rows = find_variant_rows(name, choice, UEFL, runs, results)
+    rows = find_variant_rows(name, choice, UEFL, runs, trials if SETUPS[name].folds else results)
     return render_variants(SETUPS[name], "UEFL without", rows, "UEFL") if rows else ""
 
 

@@ -99,7 +99,7 @@ def render_section(
         render_pooled(rows),
         render_costs(name, rows, read_records(files.times)),
         render_receivers(name, choice, trials, results),
-        render_ablations(name, choice, results),
+        render_ablations(name, choice, trials, results),
     ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from studies.rivals.trials import FEDAVG, NO_NORM, RATES, UEFL, Row, Schedule, Setup, Trial
+from studies.rivals.trials import FEDAVG, NO_CODEWORDS, NO_NORM, RATES, UEFL, Row, Schedule, Setup, Trial
 from uefl.experiment.parsing import parse_experiments
 
 LAST_ROUND = ("evaluate_every=1000", "evaluate_local=false")  # nothing else is read
@@ -61,6 +61,7 @@ def make_preset_setup(
         rows=rows,
         seeds=seeds,
         receivers=(),
+        ablations=NO_CODEWORDS,
         precision=first.precision,
         superseded=superseded,
         restart_rounds=0 if folds else group_rounds,

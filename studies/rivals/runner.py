@@ -330,9 +330,10 @@ def get_choice(name: str, files: Files) -> Choice | None:
 def run_final(name: str, resources: StudyResources, files: Files, report: Callable[[str], None]) -> int:
     """Freeze the settings, then run the fresh seeds; with folds, `select` ran the rows of the table already."""
     if SETUPS[name].folds:
-        report(f"{name}: every fold chooses among its trials, so only the receivers of codewords are left to compare")
+        report(f"{name}: every fold chooses among its trials, so only variants of UEFL's codebook are left to compare")
         choice = Choice(SETUPS[name].schedules[0], {UEFL: SETUPS[name].receiver_trial})
-        return run_parallel(list_receiver_runs(name, choice), resources, files.results, report)
+        variants = [*list_receiver_runs(name, choice), *list_ablation_runs(name, choice)]
+        return run_parallel(variants, resources, files.results, report)
     choice = freeze_choice(SETUPS[name].trials_of or name, files)
     runs = [*list_final_runs(name, choice), *list_start_runs(name, choice), *list_rate_runs(name, choice)]
     runs += [*list_receiver_runs(name, choice), *list_ablation_runs(name, choice)]

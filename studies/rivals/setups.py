@@ -14,6 +14,7 @@ from studies.rivals.preset_setups import PRESET_SETUPS
 from studies.rivals.trials import (
     FEDAVG,
     IMAGE_ROWS,
+    NO_CODEWORDS,
     NO_NORM,
     SEGMENTED,
     UEFL,
@@ -128,11 +129,6 @@ GROUP_TRIALS = (
     ),
     make_uefl_trial("1 × 1024, 5 epochs", 5, model=NO_NORM, gate_value=0.25, rounds=_GROUPS),
 )
-
-# Codewords that change a feature by a millionth: they find the groups, and nothing else.
-NO_CODEWORDS: Mapping[str, Mapping[str, Any]] = {
-    "codewords in the features": {"gate": "fixed", "gate_value": 1e-6, "commitment_weight": 0.0}
-}
 
 NINE_SILOS: dict[str, Any] = {
     "model": ModelConfig(width=16, hidden_size=128),

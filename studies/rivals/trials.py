@@ -111,6 +111,10 @@ def make_codebook(**fields: Any) -> ExtensibleCodebook:
     return ExtensibleCodebook(**{**usual, **fields})
 
 
+# Codewords that change a feature by a millionth: they find the groups, and nothing else.
+NO_CODEWORDS: Mapping[str, Mapping[str, Any]] = {
+    "codewords in the features": {"gate": "fixed", "gate_value": 1e-6, "commitment_weight": 0.0}
+}
 NO_NORM = {"feature_norm": "none"}
 SLOWER = 1 / 3
 NORM_TRIALS = (  # of methods without a setting of their own

@@ -30,13 +30,14 @@ from studies.rivals.runner import (
     list_rate_runs,
     list_schedule_search,
     list_start_runs,
+    list_table_parts,
     list_trials,
     read_frozen,
 )
 from studies.rivals.setups import SETUPS
 from studies.rivals.starts import describe_starts
 from studies.rivals.statistics import Difference, adjust_holm, compare_folds, compare_seeds
-from studies.rivals.tables import COLUMNS, format_cell, format_gain
+from studies.rivals.tables import COLUMNS, find_part, format_cell, format_gain
 from studies.rivals.trial_counts import count_trials, render_trial_counts
 from studies.rivals.trials import FEDAVG, IFCA, NUM_TRIALS, RATES, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, UEFL, Schedule
 from uefl.experiment.experiment import RESULTS_VERSION
@@ -178,12 +179,18 @@ def test_the_choice_within_fedavgs_nll_takes_the_most_accurate_of_these_trials(t
     assert freeze_choice(name, files).trials == chosen, "a row that is added later has the same limit"
 
 
-def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole() -> None:
-    name = "rotated-again"
-    choice = read_choice(name)
-    own = {run.seed: run for run in list_final_runs(name, choice) if run.method == "UEFL"}
+@pytest.mark.parametrize("name", ["rotated-again", "default-hospitals"])
+def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole(name: str) -> None:
+    setup = SETUPS[name]
+    if setup.folds:  # the rows of such a table are its trials
+        choice = Choice(setup.schedules[0], {UEFL: setup.receiver_trial})
+        finals = [run for run in list_trials(name, setup.schedules[0]) if run.method.startswith(f"{UEFL}: ")]
+    else:
+        choice = read_choice(name)
+        finals = [run for run in list_final_runs(name, choice) if run.method == UEFL]
+    own = {find_part(run): run for run in finals}
     runs = list_ablation_runs(name, choice)
-    assert [run.seed for run in runs] == list(SETUPS[name].seeds)
+    assert [find_part(run) for run in runs] == list_table_parts(setup)
     for run in runs:
         method = run.experiment.method
         assert (method.codebook.gate, method.codebook.gate_value, method.codebook.commitment_weight) == (
@@ -191,19 +198,21 @@ def test_ablations_differ_in_their_codebook_alone_and_show_the_gain_of_the_whole
             1e-6,
             0,
         )
-        whole = own[run.seed].experiment
+        whole = own[find_part(run)].experiment
         assert replace(run.experiment, method=replace(method, codebook=whole.method.codebook)) == whole
-    results = [make_start_record(run, 0) for run in own.values()]
-    results += [
+    recorded = [make_start_record(run, 0) for run in own.values()]
+    results = [
         {**record, "silos": {"A": {**record["silos"]["A"], "accuracy": 0.1, "nll": 2.0 + 0.1 * (run.seed % 2)}}}
         for run in runs
         for record in [make_start_record(run, 0)]
     ]
-    table = render_ablations(name, choice, results).splitlines()
+    trials = recorded if setup.folds else []
+    results = results if setup.folds else recorded + results
+    table = render_ablations(name, choice, trials, results).splitlines()
     assert table[0].startswith("| UEFL without |")
     assert table[-1].startswith("| codewords in the features | 10.00")
     assert table[-1].count("**ahead**") == 2
-    assert render_ablations(name, choice, results[:-1]) == ""
+    assert render_ablations(name, choice, trials, results[:-1]) == ""
 
 
 @pytest.mark.parametrize(
