@@ -96,8 +96,10 @@ def plot_silos(runs: Mapping[str, Sequence[Record]], path: Path, title: str = ""
     for axes in (bars, decision):
         axes.set_xticks(range(len(silo_names)), silo_names, rotation=40, ha="right", fontsize=8)
         axes.set_xlim(-0.6, len(silo_names) - 0.4)
-    bars.set_title("test accuracy of every silo (higher is better)", fontsize=10)
-    bars.set_ylim(_choose_lower_end(runs), 1)
+    lower_end = _choose_lower_end(runs)
+    note = f"; axis from {lower_end:.1f}" if lower_end else ""
+    bars.set_title(f"test accuracy of every silo (higher is better{note})", fontsize=10)
+    bars.set_ylim(lower_end, 1)
     decision.set_title("last decision: entropy e_k ± standard error; line: threshold; ◆: uncertain", fontsize=10)
     decision.set_ylabel("nats")
     reliability.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
