@@ -59,7 +59,10 @@ def test_a_run_is_spread_only_over_idle_cores(monkeypatch):
     assert choose("cpu", rounds=1000, num_workers=1) == "serial", "as the user sets it"
     assert choose("cpu", rounds=1000, lazy=True) == "serial", "inputs in a file that this process alone has open"
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
-    assert choose("cpu", rounds=1000) == "serial", "a process of a comparison, whose other runs use the other cores"
+    assert choose("cpu", rounds=1000) == "serial", "a process whose parent may have other work for the cores"
+    assert choose("cpu", rounds=1000, num_workers=2) == "processes", "a run of a comparison, with its share"
+    assert choose("cpu", rounds=1000, num_workers=1) == "serial", "a run whose share is one core"
+    assert choose("cpu", rounds=1000, num_workers=2, clients_per_round=1) == "serial", "a single silo per round"
     monkeypatch.undo()
     monkeypatch.setattr(worker_pool, "count_cores", lambda: 1)
     assert choose("cpu", rounds=1000) == "serial"

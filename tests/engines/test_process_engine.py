@@ -412,7 +412,7 @@ def test_one_process_per_core_and_thread_but_not_more_than_silos(
 ) -> None:
     monkeypatch.setattr(worker_pool, "count_cores", lambda: 16)
     assert [choose_num_workers(0, n) for n in (1, 9, 100)] == [1, 9, 16]
-    assert choose_num_workers(3, 100) == 3
+    assert [choose_num_workers(3, n) for n in (1, 2, 100)] == [1, 2, 3]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert choose_num_workers(0, 100) == 4
     with pytest.raises(InputError, match="workers=-1 must be at least 0"):

@@ -5,12 +5,15 @@ import os
 import signal
 
 import pytest
-from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK
+from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, drop_seconds
+from test_process_runs import list_children
 
 from uefl.core.errors import InputError, ResumableError
+from uefl.engines.processes import worker_pool
 from uefl.experiment import parallel_runs
 from uefl.experiment.parallel_runs import choose_workers, run_in_parallel
 from uefl.experiment.parsing import parse_experiments
+from uefl.experiment.run import run
 from uefl.experiment.run_folder import RunFolder
 
 
@@ -26,7 +29,7 @@ from uefl.experiment.run_folder import RunFolder
 def test_without_a_number_there_is_one_process_per_core_but_few_on_cuda(
     workers, num_runs, device, expected, monkeypatch
 ):
-    monkeypatch.setattr(parallel_runs.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(parallel_runs, "count_cores", lambda: 16)
     assert choose_workers(workers, num_runs, device) == expected
 
 
@@ -47,6 +50,46 @@ def test_a_killed_process_is_one_line_and_the_same_call_resumes(tmp_path):
     folders = run_in_parallel(experiments, tmp_path, workers=2, on_event=listen)
     assert max(starts) > 0, "a run resumes from its checkpoint"
     assert all(RunFolder(folder).read_summary()["rounds"] == 5 for folder in folders.values())
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "num_runs", "threads", "expected"),
+    [(16, 4, 4, 1, 4), (16, 8, 2, 1, 8), (16, 5, 5, 1, 3), (16, 2, 2, 4, 2), (2, 2, 2, 1, 1), (2, 3, 3, 1, 1)],
+)
+def test_every_run_may_use_its_share_of_the_cores(cores, workers, num_runs, threads, expected, tmp_path, monkeypatch):
+    shares = []
+
+    def start_no_worker(_context, _root, settings, _events):
+        shares.append(settings.num_workers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker_pool, "count_cores", lambda: cores)
+    monkeypatch.setattr(parallel_runs.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(parallel_runs, "_start_worker", start_no_worker)
+    (experiment,) = parse_experiments(["fedavg", *TINY_SETTINGS_NO_CODEBOOK], [], "default").values()
+    experiments = {f"run {i}": experiment for i in range(num_runs)}
+    with pytest.raises(KeyboardInterrupt):
+        run_in_parallel(experiments, tmp_path, workers=workers, on_event=lambda _name, _event: None)
+    assert shares == [expected]
+
+
+def test_parallel_runs_with_processes_of_their_own_have_the_bits_of_serial(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_pool, "count_cores", lambda: 4)
+    experiments = parse_experiments(["scaffold", "uefl", "batch_norm=personal", *TINY_SETTINGS], [], "default")
+    num_workers = set()
+
+    def listen(_name, event):
+        if event["kind"] == "silo":
+            num_workers.update(len(list_children(process.pid)) for process in mp.active_children())
+
+    folders = run_in_parallel(experiments, tmp_path / "processes", workers=2, engine="processes", on_event=listen)
+    assert max(num_workers) == 2
+    for name, experiment in experiments.items():
+        spread, serial = RunFolder(folders[name]), RunFolder(run(experiment, tmp_path / "serial", engine="serial"))
+        assert spread.read_header()["engine"] == "processes"
+        assert spread.model_path.read_bytes() == serial.model_path.read_bytes()
+        assert spread.server_path.read_bytes() == serial.server_path.read_bytes()
+        assert [*map(drop_seconds, spread.read_records())] == [*map(drop_seconds, serial.read_records())]
 
 
 def test_an_input_error_of_a_process_stays_one(tmp_path):
@@ -83,8 +126,8 @@ def test_on_cuda_one_process_takes_all_seeds_of_a_method(device, expected, tmp_p
     sent = []
 
     class FakeWorker:
-        def __init__(self, _context, root, resources, events):
-            assert resources[0] == device
+        def __init__(self, _context, root, settings, events):
+            assert settings.device == device
             self.root, self.events, self.process, self.tasks = root, events, self, self
 
         def send(self, task):

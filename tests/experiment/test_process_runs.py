@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,8 @@ SETTINGS = [*TINY_SETTINGS, "batch_norm=personal"]  # every silo has a state of 
 COMMAND = [sys.executable, "-m", "uefl.cli.main", "run", *SETTINGS, "--engine", "processes", "--workers", "2"]
 
 
-def wait_for(is_done, what: str) -> None:
-    deadline = time.monotonic() + 120
+def wait_for(is_done, what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
     while not is_done():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
@@ -85,6 +87,52 @@ def test_an_interrupted_and_killed_run_leaves_no_process_and_ends_with_the_bits_
     assert folder.model_path.read_bytes() == whole.model_path.read_bytes()
     assert folder.server_path.read_bytes() == whole.server_path.read_bytes()
     assert [*map(drop_seconds, folder.read_records())] == [*map(drop_seconds, whole.read_records())]
+
+
+def list_workers_of_runs(process: subprocess.Popen[bytes]) -> list[list[int]]:
+    """Return the workers of each parallel run of a comparison that has them."""
+    with suppress(FileNotFoundError):  # a process that has just ended
+        return [workers for run_ in list_children(process.pid) if (workers := list_children(run_))]
+    return []
+
+
+def has_data(pid: int) -> bool:
+    """Return whether a worker maps the shared memory of data and broadcast: it is about to train."""
+    maps = Path(f"/proc/{pid}/maps")
+    return maps.exists() and maps.read_text().count("memfd:uefl") >= 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_runs_of_a_comparison_share_the_cores_and_leave_no_process(number: int, tmp_path: Path) -> None:
+    """On a machine that pretends to have four cores, `auto` gives each of two runs two; the epoch does not end."""
+    pretend = "from uefl.engines.processes import worker_pool; worker_pool.count_cores = lambda: 4"
+    program = [sys.executable, "-c", f"{pretend}; from uefl.cli.main import main; main()"]
+    settings = [*(s for s in TINY_SETTINGS if s != "epochs=1"), "epochs=1000000"]
+    command = [*program, "compare", "scaffold", "uefl", *settings, "--out", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            wait_for(
+                lambda: (
+                    [*map(len, list_workers_of_runs(process))] == [2, 2]
+                    and all(has_data(worker) for workers in list_workers_of_runs(process) for worker in workers)
+                ),
+                "two workers per run",
+            )
+            time.sleep(0.5)  # until they train: from then on, runs and workers have nothing to send
+            processes = [*list_children(process.pid), *chain.from_iterable(list_workers_of_runs(process))]
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)  # as a terminal does
+            else:
+                os.kill(process.pid, number)
+            _, errors = process.communicate(timeout=20)
+            wait_for(lambda: not any(map(is_running, processes)), "the end of runs and workers", seconds=20)
+        finally:
+            with suppress(ProcessLookupError):  # processes that are left behind would fail another test
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    assert b"Traceback" not in errors
 
 
 def test_a_run_may_be_resumed_with_another_engine_of_the_same_bits_only(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def choose_engine(
         sizes = sizes[: clients_per_round or len(sizes)]
         is_read_by_client = is_lazy(x)  # from a file that is open in this process alone
         can_spread = can_start_processes() and choose_num_workers(num_workers, len(sizes)) > 1 and not is_read_by_client
-        if not can_spread or len(sizes) < 2 or multiprocessing.parent_process():  # which may have other work for cores
+        may_use_cores = num_workers or not multiprocessing.parent_process()  # else the parent has other work for them
+        if not can_spread or not may_use_cores:
             return "serial"
         seconds = estimate_round_seconds(net, input_shape, input_dtype, sizes, local) * total_rounds
         return "processes" if seconds >= MIN_SECONDS_TO_SPREAD else "serial"

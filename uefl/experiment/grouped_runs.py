@@ -56,11 +56,13 @@ def run_group(
     *,
     device: str = "cpu",
     engine: str = "auto",
+    num_workers: int = 0,
     on_event: Callable[[str, Event], None],
 ) -> dict[str, Path]:
     """Run experiments that differ in seed or fold alone, each in its own folder, and return the folders.
 
-    Each run is found finished, resumed or started, as if it ran alone; then all run in one stack.
+    Each run is found finished, resumed or started, as if it ran alone; then all run in one stack. `num_workers` is for
+    runs with the engine `processes`.
     """
     names = list(experiments)
     if len(names) > 1 and (device.startswith("cuda") or engine == "stacked"):
@@ -79,7 +81,13 @@ def run_group(
                 folders |= _run_within_memory(group, root, on_event, device)
             return {name: folders[name] for name in names}
     return {
-        name: run(experiments[name], root, device=device, engine=engine, on_event=partial(on_event, name))
+        name: run(
+            *(experiments[name], root),
+            device=device,
+            engine=engine,
+            num_workers=num_workers,
+            on_event=partial(on_event, name),
+        )
         for name in names
     }
 

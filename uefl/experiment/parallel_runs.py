@@ -6,14 +6,17 @@ import multiprocessing as mp
 import os
 import queue
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from uefl.core.errors import InputError, ResumableError
+from uefl.engines.processes.worker_pool import count_cores, divide_cores
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import group_runs, run_group
 from uefl.experiment.run import Event
@@ -28,7 +31,16 @@ def choose_workers(workers: int, num_runs: int, device: str) -> int:
     if workers:
         return workers
     limit = MAX_CUDA_WORKERS if device.startswith("cuda") else num_runs
-    return max(1, min(num_runs, os.cpu_count() or 1, limit))
+    return max(1, min(num_runs, count_cores(), limit))
+
+
+class RunSettings(NamedTuple):
+    """How a parallel process runs what it receives."""
+
+    device: str
+    engine: str
+    num_workers: int  # processes of a run with the engine `processes`
+    threads: int
 
 
 class Worker(NamedTuple):
@@ -47,7 +59,10 @@ def run_in_parallel(
     engine: str = "auto",
     on_event: Callable[[str, Event], None],
 ) -> dict[str, Path]:
-    """Run all experiments and return their folders. The first error stops the others, which can be resumed."""
+    """Run all experiments and return their folders. The first error stops the others, which can be resumed.
+
+    Each run may use its share of the cores.
+    """
     context = mp.get_context("spawn")  # a forked process would inherit locks of threads that do not exist in it
     events: Any = context.Queue()
     on_cuda = device.startswith("cuda")
@@ -55,13 +70,13 @@ def run_in_parallel(
     waiting, running = [(next(iter(group)), group) for group in groups], dict[str, Worker]()
     idle: list[Worker] = []  # processes are reused: importing torch takes as long as some runs
     folders: dict[str, Path] = {}
+    settings = RunSettings(device, engine, divide_cores(min(workers, len(groups)) or 1), torch.get_num_threads())
     try:
         while waiting or running:
             while waiting and len(running) < workers:
                 name, group = waiting.pop(0)
-                resources = (device, engine, torch.get_num_threads())
                 idle = [worker for worker in idle if worker.process.is_alive()]
-                running[name] = idle.pop() if idle else _start_worker(context, root, resources, events)
+                running[name] = idle.pop() if idle else _start_worker(context, root, settings, events)
                 running[name].tasks.send((name, group))
             name, event = _next_event(events, running)
             if event["kind"] == "failed":
@@ -78,9 +93,9 @@ def run_in_parallel(
     return {name: folders[name] for name in experiments}
 
 
-def _start_worker(context: Any, root: Path, resources: tuple[str, str, int], events: Any) -> Worker:
+def _start_worker(context: Any, root: Path, settings: RunSettings, events: Any) -> Worker:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_worker, args=(receiver, root, resources, events))
+    process = context.Process(target=_run_worker, args=(receiver, root, settings, events))
     process.start()
     receiver.close()  # the process has the other copy
     return Worker(process, sender)
@@ -102,16 +117,13 @@ def _next_event(events: Any, running: Mapping[str, Worker]) -> tuple[str, Event]
                     )
 
 
-def _run_worker(tasks: Any, root: Path, resources: tuple[str, str, int], events: Any) -> None:
+def _run_worker(tasks: Any, root: Path, settings: RunSettings, events: Any) -> None:
     """Run what the parent sends, until it terminates this process."""
-    device, engine, threads = resources
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives Ctrl-C and terminates this process
-    torch.set_num_threads(threads)
-    parent = os.getppid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(settings.threads)
 
     def send_event(name: str, event: Event) -> None:
-        if os.getppid() != parent:
-            os._exit(1)  # the parent has died; the last checkpoint is complete
         events.put((name, event))
 
     while True:
@@ -120,12 +132,26 @@ def _run_worker(tasks: Any, root: Path, resources: tuple[str, str, int], events:
         except EOFError:
             return  # the parent has died
         try:
-            folders = run_group(group, root, device=device, engine=engine, on_event=send_event)
+            folders = run_group(
+                *(group, root),
+                device=settings.device,
+                engine=settings.engine,
+                num_workers=settings.num_workers,
+                on_event=send_event,
+            )
             events.put((first_name, {"kind": "done", "folders": folders}))
         except (InputError, ResumableError) as e:
             events.put((first_name, _make_failure(str(e), type(e))))
         except Exception:  # the parent reports every failure
             events.put((first_name, _make_failure(f"{', '.join(group)}: {traceback.format_exc()}")))
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has died; its workers follow, and the last checkpoint is complete."""
+    parent = mp.parent_process()
+    assert parent, "this process was started by run_in_parallel"
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _make_failure(message: str, error_class: type[Exception] = RuntimeError) -> Event:

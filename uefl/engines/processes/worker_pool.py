@@ -42,11 +42,16 @@ def count_cores() -> int:
     return cores
 
 
+def divide_cores(num_runs: int) -> int:
+    """Return how many processes, of as many threads as this one has, each of several parallel runs may use."""
+    return max(1, count_cores() // (num_runs * torch.get_num_threads()))
+
+
 def choose_num_workers(num_workers: int, num_silos: int) -> int:
-    """Return the number of worker processes; 0 takes one per core, as many as there are silos at most."""
+    """Return the number of worker processes, at most one per silo; 0 takes one per core."""
     if num_workers < 0:
         raise InputError(f"workers={num_workers} must be at least 0")
-    return num_workers or max(1, min(num_silos, count_cores() // torch.get_num_threads()))
+    return max(1, min(num_silos, num_workers or divide_cores(1)))
 
 
 class WorkerHandle:
