@@ -90,7 +90,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         experiment = make_experiment(file, rounds, int(sys.argv[5]), cast(Precision, precision))
-        path = run(experiment, Path(folder), on_event=on_event)
+        path = run(experiment, Path(folder), engine="serial", on_event=on_event)
         report_round()
         server, _ = load_checkpoint(RunFolder(path).server_path, "cpu")
     net = make_network(file, precision)

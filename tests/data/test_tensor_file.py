@@ -69,7 +69,8 @@ def test_the_fingerprint_of_lazy_silos_notices_other_labels_and_other_pixels(tmp
     assert fingerprint_silos(load_silos(other_pixels)) != base
 
 
-def test_a_run_of_the_command_line_resumes_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("engine", ["serial", "processes"])
+def test_a_run_of_the_command_line_resumes_to_the_same_bits(engine, tmp_path):
     path = write_file(tmp_path / "images.safetensors", num_silos=8)
     settings = ["run", "fedavg", "tensors", f"path={path}", "rounds=4", "iterations=1", "encoder=mlp", "width=8"]
     settings += ["hidden_size=8", "mc_samples=2", "epochs=1", "clients_per_round=3", "eval_clients=2", "dropout=0.1"]
@@ -80,7 +81,9 @@ def test_a_run_of_the_command_line_resumes_to_the_same_bits(tmp_path):
     stop += f"r.save_checkpoint = stop\nimport sys\nsys.argv = {command[2:]!r}\n"
     stop += "from uefl.cli.main import main\nmain()\n"
     assert subprocess.run([sys.executable, "-c", stop], check=False).returncode == 9, "stopped after round 2"
-    assert call_cli(*settings, "--out", str(tmp_path / "resumed")).code == 0
+    result = call_cli(*settings, "--out", str(tmp_path / "resumed"), "--engine", engine, "--workers", "2")
+    assert result.code == 0
+    assert "one after another" not in result.stdout + result.stderr, "mapped images are spread, too"
     (whole,), (resumed,) = ([*(tmp_path / name).glob("*/model.safetensors")] for name in ("whole", "resumed"))
     assert have_equal_bits(load_file(whole), load_file(resumed))
     records = [

@@ -35,9 +35,11 @@ from torch.nn.utils.parametrizations import weight_norm
 from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import InputError, ResumableError
-from uefl.core.federation import Batch, ClientModel
+from uefl.core.federation import Batch, ClientModel, Examples, Silo, map_examples
+from uefl.core.lazy_tensor import LazyTensor, is_lazy
 from uefl.engines.processes import process_engine, worker_pool
-from uefl.engines.processes.process_engine import ProcessEngine, RemoteTraceback, Schedule
+from uefl.engines.processes.process_engine import ProcessEngine, RemoteTraceback, Schedule, hide_inputs
+from uefl.engines.processes.shared_tensors import pack
 from uefl.engines.processes.worker_pool import WorkerPool, choose_num_workers, count_cores
 from uefl.engines.serial import SerialEngine
 from uefl.experiment.train import train
@@ -143,6 +145,80 @@ def test_data_are_in_memory_once(pool: WorkerPool) -> None:
         for silo in clients.silos.values():
             silo.test.x.mul_(-3)  # here, and so in every worker
     assert not any(have_equal_bits(one, other) for one, other in zip(before, after, strict=True))
+
+
+# --- lazy silos -------------------------------------------------------------------------------------------------------
+
+
+def make_lazy_silos(reads: list[str], count: int = 4) -> list[Silo]:
+    """Return striped silos whose inputs are read by a function that no other process has; the first stays eager."""
+
+    def make_lazy(name: str, examples: Examples) -> Examples:
+        def read(positions: Tensor) -> Tensor:
+            reads.append(name)
+            return examples.x[positions]
+
+        x: Any = LazyTensor(read, examples.x.shape, examples.x.dtype)
+        return examples._replace(x=x)
+
+    silos = [make_striped_silo(f"silo {i:03}", 16 + i, 10 * i) for i in range(count)]
+    return [silos[0], *(map_examples(silo, partial(make_lazy, silo.name)) for silo in silos[1:])]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "uefl", "scaffold", "ditto", "fedcr", "fccl", "ifca", "fine-tuning"])
+def test_lazy_silos_have_the_bits_of_the_serial_engine(name: str, pool: WorkerPool) -> None:
+    method = make_law_method(name)
+    engine = partial(ProcessEngine, pool=pool, on_warning=pytest.fail)
+    silos = make_lazy_silos([])
+    assert_equal_runs(run_engine(method, engine, silos=silos), run_engine(method, silos=silos))
+
+
+def test_one_worker_runs_lazy_silos_beside_others(pool: WorkerPool) -> None:
+    method, one = make_law_method("scaffold"), WorkerPool(1)
+    one.workers = pool.workers[:1]
+    engine = partial(ProcessEngine, pool=one, on_warning=pytest.fail)
+    silos = make_lazy_silos([])
+    assert_equal_runs(run_engine(method, engine, silos=silos), run_engine(method, silos=silos))
+
+
+def test_of_many_lazy_silos_only_participants_are_read_and_sent(pool: WorkerPool) -> None:
+    method = FedAvg(
+        **{**SHORT_RUN, "rounds": 1, "iterations": 1}, clients_per_round=2, eval_clients=1, evaluate_every=9
+    )
+    sizes = []
+    for count in (10, 200):
+        reads: list[str] = []
+        clients = make_clients(method, make_lazy_silos(reads, count), engine=partial(ProcessEngine, pool=pool))
+        server = method.initialize_server(clients)
+        reads.clear()
+        broadcast = method.make_broadcast(clients, server)._replace(round=1, participants=("silo 003", "silo 007"))
+        (*_,) = clients.fit(method, broadcast, evaluate=False)
+        assert sorted(reads) == ["silo 003", "silo 007"], "the training split of each, once"
+        assert all(is_lazy(silo.train.x) for name, silo in clients.silos.items() if name != "silo 000")
+        sizes.append((len(clients._data.pickled), clients._data.buffer.num_bytes))
+    assert sizes[0] == sizes[1], "what all workers receive does not grow with the number of lazy silos"
+
+
+def test_what_was_not_sent_cannot_be_read_by_mistake() -> None:
+    examples = make_lazy_silos([])[1].test
+    (hidden,) = pack([hide_inputs(examples)]).unpack()
+    assert (hidden.x.shape, len(hidden.y)) == (examples.x.shape, len(examples.y))
+    with pytest.raises(RuntimeError, match="these inputs were not sent to this process"):
+        hidden.x[:1]
+
+
+def test_an_error_of_reading_a_lazy_silo_ends_the_run_with_it() -> None:
+    def fail(_positions: Tensor) -> Tensor:
+        raise OSError("the disk is gone")
+
+    silos = make_lazy_silos([])
+    x: Any = LazyTensor(fail, silos[2].train.x.shape, torch.float32)
+    silos[2] = replace(silos[2], train=silos[2].train._replace(x=x))
+    with WorkerPool(1) as own_pool:
+        clients = make_clients(ONE_ROUND, silos, engine=partial(ProcessEngine, pool=own_pool))  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="the disk is gone"):
+            run_rounds(ONE_ROUND, clients)
+        assert own_pool.workers == []
 
 
 def test_progress_is_that_of_the_serial_engine(pool: WorkerPool) -> None:
@@ -361,7 +437,6 @@ def test_a_method_that_cannot_be_sent_runs_here_with_one_line() -> None:
     ("name", "value", "reason"),
     [
         ("can_start_processes", lambda: False, "this system cannot send memory from process to process"),
-        ("is_lazy", lambda _x: True, "images that are read as they are needed (lazy) belong to one process"),
         ("MAX_ATTEMPTS", 2, "no process can be started"),
     ],
 )

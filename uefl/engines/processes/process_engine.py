@@ -6,14 +6,15 @@ may run any silo, in any order. Replies are returned in the order of the serial 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from uefl.core.errors import InputError, ResumableError
-from uefl.core.federation import Broadcast, Method, Reply, Silo, Split, Tensors, size_in_bytes
-from uefl.core.lazy_tensor import is_lazy
+from uefl.core.federation import SPLITS, Broadcast, Examples, Method, Reply, Silo, Split, Tensors, size_in_bytes
+from uefl.core.lazy_tensor import LazyTensor, is_lazy
 from uefl.engines.processes.channel import Slot
 from uefl.engines.processes.shared_tensors import Parcel, pack
 from uefl.engines.processes.worker_pool import WorkerHandle, WorkerPool, can_start_processes, choose_num_workers
@@ -38,9 +39,9 @@ class RemoteTraceback(Exception):
 class Schedule:
     """The silos of one message: which wait, which run, and what those that are done replied."""
 
-    def __init__(self, sizes: dict[str, int], window: int) -> None:
+    def __init__(self, sizes: dict[str, int], window: int, splits: Collection[Split] = ()) -> None:
         self.names = list(sizes)  # in the order in which replies are returned
-        self.sizes, self.window = sizes, window
+        self.sizes, self.window, self.splits = sizes, window, splits
         self.num_returned = 0
         self.waiting = set(self.names)
         self.results: dict[str, tuple[Any, ...]] = {}
@@ -79,8 +80,10 @@ class ProcessEngine(SerialEngine):
 
     def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
         work = Work(TorchSettings.read(), method, broadcast, "fit", {"evaluate": evaluate})
+        splits: set[Split] = {"train", *(method.eval_splits if evaluate else ())}
+        splits |= set(method.local_eval_splits if evaluate else ())
         num_done = 0
-        for reply in self._spread(work, ("train",)):
+        for reply in self._spread(work, splits):
             num_done += 1
             yield reply
         yield from super().fit(method, skip_participants(broadcast, num_done), evaluate=evaluate)
@@ -99,7 +102,7 @@ class ProcessEngine(SerialEngine):
         if self._owns_pool:
             self._pool.close()
 
-    def _spread(self, work: Work, splits: Sequence[Split]) -> Iterator[Reply]:
+    def _spread(self, work: Work, splits: Collection[Split]) -> Iterator[Reply]:
         """Run silos in worker processes; where that is impossible, warn and return without the remaining replies."""
         if self._is_serial:
             return
@@ -115,11 +118,9 @@ class ProcessEngine(SerialEngine):
             self._pool.close()  # a message may be half received
             raise
 
-    def _run(self, work: Work, splits: Sequence[Split]) -> Iterator[Reply]:
+    def _run(self, work: Work, splits: Collection[Split]) -> Iterator[Reply]:
         if not can_start_processes():
             raise CannotSpreadError("this system cannot send memory from process to process")
-        if any(is_lazy(silo.train.x) for silo in self.silos.values()):
-            raise CannotSpreadError("images that are read as they are needed (lazy) belong to one process")
         self._finish_schedule()
         self._pack(work)
         sizes = {
@@ -127,7 +128,7 @@ class ProcessEngine(SerialEngine):
             for name in sorted(work.broadcast.participants)
         }
         held = MAX_HELD_BYTES // max(1, size_in_bytes(work.broadcast.model_state))
-        schedule = self._schedule = Schedule(sizes, max(held, 2 * self._pool.num_workers))
+        schedule = self._schedule = Schedule(sizes, max(held, 2 * self._pool.num_workers), splits)
         try:
             for name in schedule.names:
                 self._exchange(schedule, block=False)
@@ -152,7 +153,7 @@ class ProcessEngine(SerialEngine):
         try:
             if self._data is None:
                 parts = EngineParts(
-                    self.silos,
+                    {name: silo for name, silo in self.silos.items() if not is_lazy(silo.train.x)},
                     self.public,
                     self.net,
                     self.initial_tensors,
@@ -161,7 +162,8 @@ class ProcessEngine(SerialEngine):
                 )
                 self._data = pack(parts)
                 shared: EngineParts = self._data.unpack()
-                self.silos, self.public = shared.silos, shared.public  # so that the data are in memory once
+                self.silos |= shared.silos  # so that the data are in memory once
+                self.public = shared.public
             self._broadcast = pack(work, self._broadcast and self._broadcast.buffer)
         except (MemoryError, OSError):
             raise  # the memory for the data, whatever their classes are
@@ -180,16 +182,17 @@ class ProcessEngine(SerialEngine):
             if not worker.silo_name and (name := schedule.choose_next()):
                 schedule.waiting.remove(name)
                 worker.silo_name = name
-                self._send_task(worker, name)
+                self._send_task(worker, name, schedule.splits)
         for worker, answer in self._pool.receive(block=block):
             if answer is None:
                 self._replace_worker(worker, schedule)
             else:
                 self._take_answer(worker, schedule, *answer)
 
-    def _send_task(self, worker: WorkerHandle, name: str) -> None:
+    def _send_task(self, worker: WorkerHandle, name: str, splits: Collection[Split]) -> None:
         assert self._data, "a message is packed before its tasks"
         assert self._broadcast, "a message is packed before its tasks"
+        lazy_silo = self._load_silo(name, splits) if is_lazy(self.silos[name].train.x) else None
         try:
             if worker.data is not self._data:
                 worker.channel.send_parcel(Slot.DATA, self._data)
@@ -198,9 +201,20 @@ class ProcessEngine(SerialEngine):
                 worker.channel.send_parcel(Slot.BROADCAST, self._broadcast)
                 worker.broadcast = self._broadcast
             client_state: Tensors = self.client_states.get(name, {})
-            worker.channel.send((name, client_state))
+            worker.channel.send((name, client_state, lazy_silo))
         except OSError:
             return  # the process has ended, which is read from its connection
+
+    def _load_silo(self, name: str, splits: Collection[Split]) -> Silo:
+        """Return a lazy silo with the inputs of these splits in memory.
+
+        Its file is open in this process alone: a worker receives a silo with its task, and keeps it for that task.
+        """
+        silo = self.silos[name]
+        train, validation, test = (
+            self._load_split(name, split) if split in splits else hide_inputs(silo.examples(split)) for split in SPLITS
+        )
+        return replace(silo, train=train, validation=validation, test=test, public=None, calibration=None)
 
     def _take_answer(self, worker: WorkerHandle, schedule: Schedule, kind: str, *content: Any) -> None:
         if kind == "ready":
@@ -231,6 +245,16 @@ class ProcessEngine(SerialEngine):
             )
         schedule.waiting.add(name)
         self.on_warning(f"{ended}; silo {name} starts again in another process")
+
+
+def hide_inputs(examples: Examples) -> Examples:
+    """Return examples whose inputs cannot be read."""
+    x: Any = LazyTensor(_raise_unread, examples.x.shape, examples.x.dtype)
+    return examples._replace(x=x)
+
+
+def _raise_unread(_positions: Tensor) -> Tensor:
+    raise RuntimeError("these inputs were not sent to this process")
 
 
 def take_result(result: tuple[Any, ...]) -> tuple[Reply, Tensors]:

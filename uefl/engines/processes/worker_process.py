@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import traceback
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class TorchSettings(NamedTuple):
 class EngineParts(NamedTuple):
     """What a worker needs to run any silo of an engine."""
 
-    silos: dict[str, Silo]  # as the parent's engine has them: type and memory layout are final
+    silos: dict[str, Silo]  # as the parent's engine has them: type and memory layout are final; lazy ones come later
     public: Examples
     net: nn.Module
     initial_tensors: Tensors
@@ -80,13 +81,19 @@ class WorkerEngine(SerialEngine):
             on_progress=lambda silo_name, activity: channel.send(("progress", silo_name, activity)),
             on_warning=lambda message: channel.send(("warning", message)),
         )
-        self.public, self.initial_tensors = parts.public, parts.initial_tensors
+        self.public, self.initial_tensors, self._shared_silos = parts.public, parts.initial_tensors, parts.silos
 
     def _move_to_device(self, silo: Silo) -> Silo:
         return silo  # a copy would not be shared
 
-    def run_silo(self, work: Work, name: str, client_state: Tensors) -> tuple[Any, Tensors]:
-        """Return a silo's reply and its new client state."""
+    def _collect_public_examples(self, silos: Sequence[Silo]) -> Examples:
+        del silos
+        return Examples(torch.empty(0), torch.empty(0))  # those of the parent are shared
+
+    def run_silo(self, work: Work, name: str, client_state: Tensors, lazy_silo: Silo | None) -> tuple[Any, Tensors]:
+        """Return a silo's reply and its new client state; a lazy silo comes with the task."""
+        if lazy_silo:  # for this task alone: its memory is used again
+            self.silos = {**self._shared_silos, name: lazy_silo}
         self.client_states = {name: client_state} if client_state else {}
         broadcast = work.broadcast._replace(participants=(name,))
         if work.call == "fit":
@@ -121,13 +128,13 @@ class Worker:
         except Exception as e:  # of any kind: classes of users may fail in any way
             self.errors[message.slot] = describe_error(e)
 
-    def _answer(self, name: str, client_state: Tensors) -> tuple[Any, ...]:
+    def _answer(self, name: str, client_state: Tensors, lazy_silo: Silo | None) -> tuple[Any, ...]:
         if self.errors:
             return "unloadable", name, next(iter(self.errors.values()))
         assert self.engine, "silos are sent first"
         assert self.work, "a broadcast is sent before its tasks"
         try:
-            reply, new_state = self.engine.run_silo(self.work, name, client_state)
+            reply, new_state = self.engine.run_silo(self.work, name, client_state, lazy_silo)
         except Exception as e:  # the parent raises it in the order of silos
             return "failed", name, make_picklable(e), traceback.format_exc()
         return "reply", name, reply, new_state
