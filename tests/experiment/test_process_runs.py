@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 import pytest
-from harness import TINY_SETTINGS, call_with_mistake, drop_seconds, read_change_times
+from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, call_with_mistake, drop_seconds, read_change_times
 
 from uefl.core.errors import InputError
 from uefl.experiment.parsing import parse_experiments
@@ -20,7 +21,7 @@ from uefl.experiment.run import run
 from uefl.experiment.run_folder import RunFolder
 
 SETTINGS = [*TINY_SETTINGS, "batch_norm=personal"]  # every silo has a state of its own
-COMMAND = [sys.executable, "-m", "uefl.cli.main", "run", *SETTINGS, "--engine", "processes", "--workers", "2"]
+COMMAND = [sys.executable, "-m", "uefl.cli.main", "run", "--engine", "processes", "--workers", "2"]
 
 
 def wait_for(is_done, what: str, seconds: float = 120) -> None:
@@ -41,10 +42,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def stop_after_a_round(out: Path, number: int) -> int:
+def stop_after_a_round(settings: Sequence[str], out: Path, number: int) -> int:
     """Start the run, send a signal to its process group after one more round, and return its exit code."""
     with subprocess.Popen(
-        [*COMMAND, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        [*COMMAND, *settings, "--out", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     ) as process:
         try:
             return stop_process(process, out, number)
@@ -73,16 +77,26 @@ def stop_process(process: subprocess.Popen[bytes], out: Path, number: int) -> in
     return process.returncode
 
 
-def test_an_interrupted_and_killed_run_leaves_no_process_and_ends_with_the_bits_of_serial(tmp_path: Path) -> None:
-    (experiment,) = parse_experiments(SETTINGS, ["uefl"], "default").values()
+@pytest.mark.parametrize(
+    ("settings", "numbers"),
+    [
+        (["uefl", *SETTINGS], [signal.SIGINT, signal.SIGKILL]),
+        (["scaffold", *TINY_SETTINGS_NO_CODEBOOK], [signal.SIGKILL]),  # a control variate per silo, and the server's
+    ],
+    ids=["uefl", "scaffold"],
+)
+def test_an_interrupted_and_killed_run_leaves_no_process_and_ends_with_the_bits_of_serial(
+    settings: list[str], numbers: list[int], tmp_path: Path
+) -> None:
+    (experiment,) = parse_experiments(settings, [], "default").values()
     whole = RunFolder(run(experiment, tmp_path / "serial", engine="serial"))
     out = tmp_path / "processes"
-    assert stop_after_a_round(out, signal.SIGINT) == 130
-    assert stop_after_a_round(out, signal.SIGKILL) == -signal.SIGKILL
+    for number in numbers:
+        assert stop_after_a_round(settings, out, number) == (130 if number == signal.SIGINT else -signal.SIGKILL)
     starts = []
     listen = lambda event: starts.append(event["round"]) if event["kind"] == "start" else None  # noqa: E731
     folder = RunFolder(run(experiment, out, engine="processes", num_workers=1, on_event=listen))
-    assert starts[0] >= 2, "the run resumes from its checkpoint"
+    assert starts[0] >= len(numbers), "the run resumes from its checkpoint"
     assert folder.read_header()["engine"] == "processes"
     assert folder.model_path.read_bytes() == whole.model_path.read_bytes()
     assert folder.server_path.read_bytes() == whole.server_path.read_bytes()
