@@ -18,7 +18,7 @@ from uefl.engines.serial import has_torch_dropout
 from uefl.engines.stacked.stack_size import can_fill_device, count_activations
 from uefl.engines.stacked.vmap_overrides import VmapOverrides
 
-MIN_SECONDS_TO_SPREAD = 30.0  # of a run, estimated; with fewer, starting workers costs more time than it saves
+MIN_SECONDS_TO_SPREAD = 30.0  # of a run, estimated; on two idle cores, workers pay from about 11 on (docs/runs.md)
 FLOPS_PER_SECOND, SECONDS_PER_STEP = 5e10, 1e-3  # of one core in the benchmark `frameworks`, for that estimate
 MIN_STEPS_TO_COMPILE = 8000  # steps of a run; with fewer, compiling costs more time than it saves
 
