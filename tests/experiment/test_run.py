@@ -205,6 +205,7 @@ def test_a_run_folder_contains_all_files_and_record_keys(whole: RunFolder) -> No
     summary = whole.read_summary()
     assert {"mA", "mE", "mP", "domains", "silos"} <= set(summary["mean of last 5"])
     assert summary["extensions"][0]["new_codewords"], "the tiny run must extend, or the tests above prove less"
+    assert whole.read_header()["processor"].endswith(f", {torch.backends.cpu.get_cpu_capability()}")
 
 
 def test_a_finished_run_is_found_and_nothing_in_it_changes(whole: RunFolder) -> None:
