@@ -31,7 +31,7 @@ from uefl.experiment.verdict import describe_uncertain_silos, describe_verdict
 README, TRIALS_FILE, RECORDS_FILE = Path("README.md"), Path("results/demo-trials.jsonl"), Path("results/demo.jsonl")
 BLOCK = re.compile(r"(<!-- python -m studies\.demo page -->\n).*?(\n<!-- end -->)", re.S)
 TRIAL_SEEDS = (30, 31)
-SEEDS = (80, 81, 82)  # fresh: no setting was chosen with them
+SEEDS = tuple(range(280, 290))  # fresh: no setting was chosen with them
 FOLDS = [f"fold={i}/{NUM_FOLDS}" for i in range(1, NUM_FOLDS + 1)]
 
 _FASTER = "evaluate_every=1000 evaluate_local=false"
@@ -71,7 +71,24 @@ _CODEBOOKS = {
 }
 
 
+_DROPOUT_AND_L2 = [(p, w) for p in (0.1, 0.2, 0.3) for w in (0.01, 0.03, 0.1)]
+_FORMS = {"": "", ", no layer norm": "feature_norm=none"}
+_RATES = {"": "", ", restarted rate": "restart_rounds=4"}  # as in the group rounds of UEFL
+_CHANGES = {
+    "": "",
+    ", decay .0001": "weight_decay=0.0001",
+    ", decay .001": "weight_decay=0.001",
+    ", decay .01": "weight_decay=0.01",
+    ", dropout 0": "dropout=0",
+    ", dropout .3": "dropout=0.3",
+    ", dropout .5": "dropout=0.5",
+}
 _GROUP_RULES = {"in groups by halves": "halves", "in groups": "spacing"}
+
+
+def _tune(epochs: int, settings: str) -> str:
+    """Return FedAvg with local fine-tuning on the digits."""
+    return f"fine-tuning {_CHOSEN_DIGITS} {settings} fine_tuning_epochs={epochs}"
 
 
 def replace_rounds(arguments: str, alike_rule: str) -> str:
@@ -122,6 +139,89 @@ TRIALS = {
             for w in (0.003, 0.01, 0.03)
         },
     },
+    # At least as many trials of every other method as UEFL has above.
+    "hospitals, equal trials": {
+        **{
+            f"{label}, dropout {p:g}, L2 {w:g}": f"{settings} {_HEART} {_LINEAR} dropout={p} weight_decay={w}"
+            for label, settings in {
+                "logistic regression alone": "local-only",
+                "FedAvg of logistic regression": "fedavg",
+            }.items()
+            for p, w in (*_DROPOUT_AND_L2, (0, 0.3))
+        },
+        **{
+            f"FedAvg of logistic regression, dropout {p:g}, fine-tuned, {e} epochs, L2 {w:g}": (
+                f"fine-tuning fine_tuning_epochs={e} {_HEART} {_LINEAR} dropout={p} weight_decay={w}"
+            )
+            for p, e in ((0.3, 5), (0.1, 2), (0.1, 10))
+            for w in (0.003, 0.01, 0.03)
+        },
+        **{
+            f"local-only, dropout {p:g}, decay {w:g}": (
+                f"local-only {_HEART} logit_adjustment=local dropout={p} weight_decay={w}"
+            )
+            for p in (0.5, 0.7, 0.8, 0.9)
+            for w in (0.03, 0.1, 0.3, 1)
+        },
+        # The best of these penalties and decays were the smallest, and then the best dropout the largest.
+        **{
+            f"FedAvg of logistic regression, dropout {p:g}, L2 {w:g}": (
+                f"fedavg {_HEART} {_LINEAR} dropout={p} weight_decay={w}"
+            )
+            for p in (0.1, 0.2, 0.3, 0.4)
+            for w in (0, 0.001, 0.003)
+        },
+        "FedAvg of logistic regression, dropout 0.1, fine-tuned, 5 epochs, L2 0.001": (
+            f"fine-tuning fine_tuning_epochs=5 {_HEART} {_LINEAR} dropout=0.1 weight_decay=0.001"
+        ),
+        **{
+            f"local-only, dropout 0.7, decay {w:g}": (
+                f"local-only {_HEART} logit_adjustment=local dropout=0.7 weight_decay={w}"
+            )
+            for w in (0, 0.01)
+        },
+        # Around the best of these, until every row has as many as UEFL, networks and linear models together.
+        **{
+            f"logistic regression alone, dropout {p:g}, L2 {w:g}": (
+                f"local-only {_HEART} {_LINEAR} dropout={p} weight_decay={w}"
+            )
+            for p, w in (
+                *((p, w) for p in (0, 0.1, 0.2, 0.3, 0.4) for w in (0.02, 0.05)),
+                *((p, 0.003) for p in (0.1, 0.2, 0.3)),
+                *((0.4, w) for w in (0.003, 0.01, 0.03, 0.1)),
+            )
+        },
+        **{
+            f"FedAvg of logistic regression, dropout {p:g}, L2 {w:g}": (
+                f"fedavg {_HEART} {_LINEAR} dropout={p} weight_decay={w}"
+            )
+            for p, w in ((0.25, 0), (0.25, 0.001), (0.35, 0), (0.35, 0.001), (0.2, 0.0003), (0.3, 0.0003))
+        },
+        **{
+            f"FedAvg of logistic regression, dropout {p:g}, fine-tuned, {e} epochs, L2 {w:g}": (
+                f"fine-tuning fine_tuning_epochs={e} {_HEART} {_LINEAR} dropout={p} weight_decay={w}"
+            )
+            for p, e, w in (
+                *((0.2, e, w) for e in (2, 5, 10) for w in (0.003, 0.01, 0.03)),
+                *((0.3, e, w) for e in (2, 10) for w in (0.003, 0.01)),
+                *((0.1, 20, w) for w in (0.003, 0.01)),
+            )
+        },
+        **{
+            f"local-only, dropout {p:g}, decay {w:g}": (
+                f"local-only {_HEART} logit_adjustment=local dropout={p} weight_decay={w}"
+            )
+            for p in (0.6, 0.65, 0.75)
+            for w in (0.03, 0.1, 0.3)
+        },
+        **{
+            f"local-only, width {width}, dropout 0.7, decay {w:g}": (
+                f"local-only {_HEART} logit_adjustment=local width={width} dropout=0.7 weight_decay={w}"
+            )
+            for width in (32, 128)
+            for w in (0.03, 0.1, 0.3)
+        },
+    },
     "digits": {
         f"FedAvg, {label}": f"fedavg {_DIGITS} {settings}"
         for label, settings in {
@@ -161,6 +261,88 @@ TRIALS = {
         "FedAvg, no layer norm": f"fedavg {_CHOSEN_DIGITS} feature_norm=none",
         "FedBN": f"fedbn {_CHOSEN_DIGITS}",
         "FedBN, fine-tuned": f"fine-tuning {_CHOSEN_DIGITS} batch_norm=personal fine_tuning_epochs=5",
+    },
+    # At least as many trials of FedAvg, also fine-tuned, as UEFL has above; also with its learning rates.
+    "digits, equal trials": {
+        **{
+            f"FedAvg{form}{rates}{change}": f"fedavg {_CHOSEN_DIGITS} {_FORMS[form]} {_RATES[rates]} {_CHANGES[change]}"
+            for form in _FORMS
+            for rates in _RATES
+            for change in _CHANGES
+        },
+        **{
+            f"FedAvg, fine-tuned, {e} epochs{form}{rates}": _tune(e, f"{_FORMS[form]} {_RATES[rates]}")
+            for form in _FORMS
+            for rates in _RATES
+            for e in (2, 5, 10, 20)
+        },
+        **{f"FedAvg, fine-tuned, 40 epochs{form}": _tune(40, _FORMS[form]) for form in _FORMS},
+        **{
+            f"FedAvg, fine-tuned, 20 epochs, no layer norm{change}": _tune(20, f"feature_norm=none {_CHANGES[change]}")
+            for change in (", decay .001", ", decay .01")
+        },
+        **{
+            f"FedAvg, fine-tuned, {e} epochs{form}{change}": _tune(e, f"{_FORMS[form]} {_CHANGES[change]}")
+            for form in _FORMS
+            for change in (", decay .001", ", decay .01", ", dropout .3")
+            for e in (5, 10)
+        },
+        # As in the hospitals: as many as UEFL has in all.
+        **{
+            f"FedAvg{form}{change}": f"fedavg {_CHOSEN_DIGITS} {_FORMS[form]} {settings}"
+            for form in _FORMS
+            for change, settings in {
+                ", dropout .05": "dropout=0.05",
+                ", decay .03": "weight_decay=0.03",
+                ", decay .1": "weight_decay=0.1",
+            }.items()
+        },
+        **{f"FedAvg, fine-tuned, {e} epochs, no layer norm": _tune(e, "feature_norm=none") for e in (15, 30)},
+        **{
+            f"FedAvg, fine-tuned, {e} epochs, no layer norm, dropout 0": _tune(e, "feature_norm=none dropout=0")
+            for e in (5, 10, 15, 20, 30)
+        },
+        "FedAvg, fine-tuned, 10 epochs, dropout 0": _tune(10, "dropout=0"),
+        # The best of these have no layer norm, little dropout and many epochs, which UEFL had not tried.
+        **{
+            f"UEFL, gate from 0.1, in groups by halves, {e} epochs{label}": (
+                f"uefl {replace_rounds(_CHOSEN_DIGITS, 'halves')} {_TASK} gate=learned gate_value=0.1 "
+                f"fine_tuning_epochs={e} {settings}"
+            )
+            for label, settings, epochs in (
+                (", no layer norm", "feature_norm=none", (5, 10, 20)),
+                (", no layer norm, dropout .05", "feature_norm=none dropout=0.05", (5, 10, 15, 20, 30)),
+                (", dropout .05", "dropout=0.05", (5, 10, 20)),
+            )
+            for e in epochs
+        },
+        **{
+            f"FedAvg, fine-tuned, {e} epochs{label}": _tune(e, settings)
+            for label, settings, epochs in (
+                (", no layer norm, dropout .05", "feature_norm=none dropout=0.05", (10, 15, 20, 25, 30)),
+                (", no layer norm, dropout 0", "feature_norm=none dropout=0", (25, 40)),
+                (", dropout 0", "dropout=0", (15, 20, 30)),
+            )
+            for e in epochs
+        },
+        **{
+            f"FedAvg{form}, dropout {p:g}, decay {w:g}": (
+                f"fedavg {_CHOSEN_DIGITS} {_FORMS[form]} dropout={p} weight_decay={w}"
+            )
+            for form, p, decays in (
+                (", no layer norm", 0, (0.0001, 0.001, 0.01, 0.03, 0.1)),
+                (", no layer norm", 0.02, (0.0001, 0.001, 0.01)),
+                (", no layer norm", 0.05, (0.0001, 0.001, 0.01, 0.03)),
+                ("", 0.05, (0.0001, 0.001, 0.01)),
+            )
+            for w in decays
+        },
+        **{
+            f"FedAvg, no layer norm{rates}, dropout .02": (
+                f"fedavg {_CHOSEN_DIGITS} feature_norm=none {settings} dropout=0.02"
+            )
+            for rates, settings in _RATES.items()
+        },
     },
     # The preset itself: epochs of fine-tuning, who gets codewords, own batch norm, groups.
     **{

@@ -38,8 +38,13 @@ def test_hospitals_compare_what_each_can_do_alone_with_federated_methods_on_ever
 
 
 def test_digits_have_one_silo_of_each_minority_domain() -> None:
-    silos, _ = DIGITS.make_experiments()["uefl", "seed=0"].data.load(0)
+    silos, _ = DIGITS.make_experiments()["uefl", DIGITS.repeats[0]].data.load(0)
     assert [silo.name for silo in silos] == ["D1-1", "D1-2", "D1-3", "D2-1", "D3-1"]
+
+
+def have_equal_settings(richer: object, other: object, own: set[tuple[str, ...]]) -> bool:
+    settings = dict(iterate_settings(richer))
+    return all(settings[path] == value for path, value in iterate_settings(other) if path not in own)
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS.values(), ids=COMPARISONS)
@@ -47,11 +52,12 @@ def test_the_demo_needs_no_download_and_gives_tuned_fedavg_and_uefl_the_same_set
     experiments = comparison.make_experiments()
     assert all(SOURCES[e.data.name].is_embedded for e in experiments.values())
     uefl, fedavg = (experiments[name, comparison.repeats[0]] for name in ("uefl", "fine-tuned fedavg"))
-    assert (uefl.data, uefl.model, uefl.seed) == (fedavg.data, fedavg.model, fedavg.seed)
-    settings = dict(iterate_settings(uefl.method))
-    own = {("codebook",), ("local", "weight_decay")}  # trials chose the penalty of each
+    assert (uefl.data, uefl.seed) == (fedavg.data, fedavg.seed)
+    own = {("dropout",), ("feature_norm",)}  # trials chose these for each method, and the settings below
+    assert have_equal_settings(uefl.model, fedavg.model, own)
+    own = {("codebook",), ("local", "weight_decay"), ("fine_tuning_epochs",)}
     own |= {("rounds",), ("extra_rounds",)}  # UEFL may train in groups in the last of equally many rounds
-    assert all(settings[p] == value for p, value in iterate_settings(fedavg.method) if p not in own)
+    assert have_equal_settings(uefl.method, fedavg.method, own)
     assert uefl.method.total_rounds == fedavg.method.total_rounds
 
 
