@@ -25,7 +25,11 @@ TINY = Comparison(
 
 def make_record(name: str, seed: int, nll: float) -> dict[str, object]:
     silos = {silo: {"nll": nll + i, "accuracy": 0.5} for i, silo in enumerate(("ada", "[bob]"))}
-    return {"name": name, "repeat": f"seed={seed}", "nll": nll + 0.5, "accuracy": 0.5, "silos": silos}
+    quality = {"nll_scaled": nll, "entropy": 0.2 + 0.1 * seed, "brier": 0.25, "augrc": 0.01 * (seed + 1)}
+    # 200 predictions with a confidence of .75, of which 140, 150 and 160 are correct, and 10 with one of .2, all wrong.
+    reliability = [[200.0, 10.0], [150.0, 2.0], [140.0 + 10 * seed, 0.0]]
+    means = {"nll": nll + 0.5, "accuracy": 0.5, **quality}
+    return {"name": name, "repeat": f"seed={seed}", **means, "silos": silos, "reliability": reliability}
 
 
 RECORDS = [make_record(n, seed, nll + 0.1 * seed) for n, nll in (("fedavg", 0.2), ("uefl", 0.1)) for seed in range(3)]
@@ -58,6 +62,11 @@ def test_a_comparison_ends_with_one_table_one_verdict_and_a_picture(tmp_path: Pa
     for record in records:
         last = RunFolder(tmp_path / record["run"]).read_summary()["last"]
         assert (record["nll"], record["accuracy"]) == (last["mNLL"], last["mA"])
+        assert (record["entropy"], record["brier"], record["augrc"]) == (last["mE"], last["mBrier"], last["mAUGRC"])
+        assert record["all_silos"] == last["all_silos"]
+        assert record["processor"] == RunFolder(tmp_path / record["run"]).read_header()["processor"]
+        scaled = [silo["nll_scaled"] for silo in last["silos"].values()]
+        assert record["nll_scaled"] == pytest.approx(sum(scaled) / len(scaled))
     assert call_cli("show", str(folder)).stdout.strip() == saved.strip()
     # Repeating the command finds the runs and says the same.
     again = show(TINY, tmp_path).splitlines()
@@ -74,16 +83,29 @@ def test_the_table_has_every_silo_and_the_paired_difference() -> None:
     assert "│ [bob] │ 1.300 │ 1.200 │" in rows
     assert "│ mean over silos │ 0.800 │ 0.700 │" in rows
     assert "│ accuracy │ 50.0% │ 50.0% │" in rows
+    assert "│ NLL, scaled │ 0.300 │ 0.200 │" in rows
+    assert "│ entropy │ 0.300 │ 0.300 │" in rows
+    assert "│ Brier │ 0.250 │ 0.250 │" in rows
+    assert "│ AUGRC │ 0.0200 │ 0.0200 │" in rows
+    assert "│ ECE, all test examples │ 0.010 │ 0.010 │" in rows  # (|450 − 450| + |0 − 6|) / 630
     assert "│ NLL, uefl minus this │ −0.100 │ – │" in rows
 
 
 def test_the_markdown_table_has_means_deviations_and_differences() -> None:
-    assert format_repeats_table(RECORDS, "uefl").splitlines()[2:] == [
-        "| fedavg | 0.800 ± 0.100 | 0.500 ± 0.000 | −0.100 (−0.100 to −0.100) |",
-        "| uefl | 0.700 ± 0.100 | 0.500 ± 0.000 | – |",
+    quality = "0.300 | 0.250 | 0.010 | 0.0200"
+    assert format_repeats_table(RECORDS, "uefl").splitlines() == [
+        "| method | NLL | accuracy | NLL, scaled | entropy | Brier | ECE, all test examples | AUGRC "
+        "| NLL, uefl minus this (95 % interval) |",
+        "|---|---|---|---|---|---|---|---|---|",
+        f"| fedavg | 0.800 ± 0.100 | 0.500 ± 0.000 | 0.300 | {quality} | −0.100 (−0.100 to −0.100) |",
+        f"| uefl | 0.700 ± 0.100 | 0.500 ± 0.000 | 0.200 | {quality} | – |",
     ]
-    single = [record for record in RECORDS if record["repeat"] == "seed=0"]
-    assert format_repeats_table(single, "uefl").splitlines()[2] == "| fedavg | 0.700 | 0.500 | – |"
+
+
+def test_the_calibration_error_of_too_few_examples_is_left_out() -> None:
+    single = [record for record in RECORDS if record["repeat"] == "seed=0"]  # 210 examples; the metric needs 500
+    rows = format_repeats_table(single, "uefl").splitlines()
+    assert rows[2] == "| fedavg | 0.700 | 0.500 | 0.200 | 0.200 | 0.250 | – | 0.0100 | – |"
 
 
 def test_the_picture_of_repeats_has_means_and_all_test_examples() -> None:

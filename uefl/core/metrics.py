@@ -352,9 +352,9 @@ def describe_labels(metrics: Iterable[Metric]) -> str:
     return "; ".join(parts)
 
 
-def describe_quality_columns() -> str:
-    """Explain the columns of the table of the quality of uncertainty in one line."""
-    return "; ".join(f"{m.column}: {m.description}{_describe_direction(m)}" for m in QUALITY_METRICS)
+def describe_columns(metrics: Iterable[Metric] = QUALITY_METRICS) -> str:
+    """Explain columns in one line, by default those of the table of the quality of uncertainty."""
+    return "; ".join(f"{m.column}: {m.description}{_describe_direction(m)}" for m in metrics)
 
 
 def _describe_direction(metric: Metric) -> str:

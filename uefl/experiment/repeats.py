@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from rich.console import Console
 
-from uefl.core.metrics import RISK_COVERAGES, mean_metric
+from uefl.core.metrics import QUALITY_METRICS, RISK_COVERAGES, TABLE_METRICS, mean_metric
 from uefl.experiment.comparison import create_comparison_folder
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.files import write_text
@@ -18,7 +18,7 @@ from uefl.experiment.parallel_runs import choose_workers, run_in_parallel
 from uefl.experiment.parsing import parse_experiments
 from uefl.experiment.records import Record
 from uefl.experiment.repeats_progress import RepeatsProgress
-from uefl.experiment.repeats_table import format_repeats_table, make_repeats_table
+from uefl.experiment.repeats_table import describe_metrics, format_repeats_table, make_repeats_table
 from uefl.experiment.run_folder import RunFolder
 from uefl.experiment.verdict import describe_uncertain_silos, describe_verdict
 
@@ -56,6 +56,7 @@ def compare_repeats(comparison: Comparison, out: Path, workers: int, console: Co
         describe_uncertain_silos(records, METHOD, comparison.unit),
     ]
     console.print(make_repeats_table(records, METHOD, comparison.test_to_train))
+    console.print(describe_metrics(), soft_wrap=True)
     for sentence, style in zip(sentences, ("bold", "")):
         console.print(sentence, style=style, soft_wrap=True, markup=False)
     folder = create_comparison_folder({str(key): path for key, path in folders.items()}, out)
@@ -93,17 +94,20 @@ def summarize_repeat(name: str, repeat: str, folder: Path) -> Record:
     run = RunFolder(folder)
     header, summary = run.read_header(), run.read_summary()
     last, extensions = summary["last"], summary["extensions"]
-    validation = [silo["validation"] for silo in run.read_records()[-1]["silos"].values() if "validation" in silo]
+    last_round = run.read_records()[-1]
+    validation = [silo["validation"] for silo in last_round["silos"].values() if "validation" in silo]
     return {
         "name": name,
         "repeat": repeat,
-        "nll": last["mNLL"],
-        "accuracy": last["mA"],
+        **{metric.name: last[metric.label] for metric in (*TABLE_METRICS, *QUALITY_METRICS) if metric.label in last},
+        "nll_scaled": mean_metric(last["silos"].values(), "nll_scaled"),
+        "all_silos": last["all_silos"],
+        "reliability": last_round["reliability"],
         "validation_nll": mean_metric(validation, "nll"),
         "silos": {n: {"nll": silo["nll"], "accuracy": silo["accuracy"]} for n, silo in last["silos"].items()},
         "decision": _summarize_decision(extensions[-1]) if extensions else {},
         "run": folder.name,
-        **{key: header[key] for key in ("engine", "torch", "uefl", "results_version")},
+        **{k: header[k] for k in ("engine", "torch", "processor", "uefl", "results_version") if k in header},
     }
 
 

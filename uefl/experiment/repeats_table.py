@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import isnan, nan
 from statistics import mean, stdev
+from typing import NamedTuple
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 
-from uefl.experiment.verdict import Record, compare_methods, format_difference, format_signed, get_values, list_names
+from uefl.core.metrics import (
+    MIN_CALIBRATION_EXAMPLES,
+    QUALITY_METRICS,
+    describe_columns,
+    mean_metric,
+    select_table_metrics,
+)
+from uefl.core.uncertainty import ece
+from uefl.experiment.verdict import (
+    Record,
+    compare_methods,
+    format_difference,
+    format_signed,
+    get_values,
+    list_names,
+    select_runs,
+)
+
+_SHOWN = (*select_table_metrics(with_codebook=False), *QUALITY_METRICS)
+VERDICT_METRICS = ("nll", "accuracy")  # have rows and columns of their own
+
+
+class Column(NamedTuple):
+    """A metric of a method over all seeds or folds."""
+
+    title: str
+    compute: Callable[[Sequence[Record]], float]
+    digits: int
+
+    def format(self, records: Sequence[Record]) -> str:
+        """Format the metric of the runs of one method."""
+        value = self.compute(records)
+        return "–" if isnan(value) else f"{value:.{self.digits}f}"
+
+
+def list_further_columns() -> list[Column]:
+    """List entropy and the quality of uncertainty: means over silos; of all examples where a silo may have too few."""
+    scaled = Column("NLL, scaled", partial(mean_metric, name="nll_scaled"), 3)
+    return [scaled] + [
+        Column(f"{m.column}, all test examples", compute_pooled_ece, m.digits)
+        if m.min_examples
+        else Column(m.column, partial(mean_metric, name=m.name), m.digits)
+        for m in _SHOWN
+        if m.name not in VERDICT_METRICS
+    ]
+
+
+def describe_metrics() -> str:
+    """Explain the metrics of the table in one line."""
+    scaled = "NLL, scaled: NLL at a temperature that each silo's validation examples choose (lower is better)"
+    return f"{describe_columns(_SHOWN)}; {scaled}"
+
+
+def compute_pooled_ece(records: Sequence[Record]) -> float:
+    """Return the expected calibration error of the test examples of all silos and runs together."""
+    sums = torch.tensor([record["reliability"] for record in records], dtype=torch.float64).sum(0)
+    return float(ece(sums)) if float(sums[0].sum()) >= MIN_CALIBRATION_EXAMPLES else nan
 
 
 def make_repeats_table(records: Sequence[Record], method: str, test_to_train: float = 0.0) -> Table:
@@ -24,6 +84,8 @@ def make_repeats_table(records: Sequence[Record], method: str, test_to_train: fl
     table.add_section()
     table.add_row("mean over silos", *(f"{mean(get_values(records, name, 'nll')):.3f}" for name in names))
     table.add_row("accuracy", *(f"{mean(get_values(records, name, 'accuracy')):.1%}" for name in names))
+    for column in list_further_columns():
+        table.add_row(column.title, *(column.format(select_runs(records, name)) for name in names))
     if len(runs[method]) > 1:
         table.add_section()
         differences = {n: compare_methods(records, method, n, "nll", test_to_train) for n in names if n != method}
@@ -34,13 +96,16 @@ def make_repeats_table(records: Sequence[Record], method: str, test_to_train: fl
 
 def format_repeats_table(records: Sequence[Record], method: str, test_to_train: float = 0.0) -> str:
     """Format means ± standard deviation over seeds or folds in Markdown, and the differences paired by them."""
-    rows = [f"| method | NLL | accuracy | NLL, {method} minus this (95 % interval) |", "|---|---|---|---|"]
+    columns = list_further_columns()
+    heads = ["method", "NLL", "accuracy", *(c.title for c in columns), f"NLL, {method} minus this (95 % interval)"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in list_names(records):
-        nll, accuracy = (get_values(records, name, key) for key in ("nll", "accuracy"))
+        nll, accuracy = (get_values(records, name, key) for key in VERDICT_METRICS)
         difference = "–"
         if name != method and len(nll) > 1:
             difference = format_difference(compare_methods(records, method, name, "nll", test_to_train), 3)
-        rows.append(f"| {name} | {_format_spread(nll)} | {_format_spread(accuracy)} | {difference} |")
+        further = [column.format(select_runs(records, name)) for column in columns]
+        rows.append(f"| {' | '.join([name, _format_spread(nll), _format_spread(accuracy), *further, difference])} |")
     return "\n".join(rows)
 
 

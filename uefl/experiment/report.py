@@ -17,8 +17,8 @@ from uefl.core.metrics import (
     QUALITY_METRICS,
     TWO_CLASS_METRICS,
     Metric,
+    describe_columns,
     describe_means,
-    describe_quality_columns,
     find_worst,
     select_table_metrics,
 )
@@ -60,7 +60,7 @@ def print_runs(runs: Mapping[str, Path], console: Console) -> None:
     console.print(means, soft_wrap=True)
     if any(_has_quality(summary) for summary in summaries):
         console.print(make_quality_table(runs, aggregation))
-        console.print(describe_quality_columns(), soft_wrap=True)
+        console.print(describe_columns(), soft_wrap=True)
     if two_classes:
         make_intervals = partial(make_interval_table, aggregation=aggregation)
         for group in group_runs_by_width(runs, console, make_intervals):

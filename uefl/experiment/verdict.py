@@ -102,8 +102,12 @@ def describe_uncertain_silos(records: Sequence[Record], method: str, unit: str) 
 
 def get_values(records: Sequence[Record], name: str, key: str) -> list[float]:
     """Return the values of a method, one per seed or fold, in an order that is the same for every method."""
-    runs = sorted((record for record in records if record["name"] == name), key=lambda record: record["repeat"])
-    return [run[key] for run in runs]
+    return [run[key] for run in sorted(select_runs(records, name), key=lambda record: record["repeat"])]
+
+
+def select_runs(records: Sequence[Record], name: str) -> list[Record]:
+    """Return the runs of a method."""
+    return [record for record in records if record["name"] == name]
 
 
 def list_names(records: Sequence[Record]) -> list[str]:
