@@ -72,10 +72,29 @@ def test_random_receivers_are_as_many_as_uncertain_silos_and_drawn_by_the_seed()
     assert 0 < len(list_receivers(by_chance[2])) == len(list_receivers(by_uncertainty[2])) < 4
 
 
-def test_no_receivers_end_the_extension():
+def test_no_receivers_end_the_extension_but_not_the_reports():
     server, records = run("random", codebook={"gamma": 1e9}, iterations=3)
     assert server.is_codebook_final
-    assert [r["round"] for r in records if r.get("has_decision")] == [3]
+    assert [r["round"] for r in records if r.get("has_decision")] == [3, 5]
+    method = make_uefl("uncertain")
+    for is_final, receivers in ((False, ("ada",)), (True, ())):
+        state = server.replace(is_codebook_final=is_final)
+        assert method.codebook.select_receivers(make_clients(method), state, ("ada",)) == receivers
+
+
+def count_reports(records):
+    return [sum(silo["is_uncertain"] for silo in r["silos"].values()) for r in records if r.get("has_decision")]
+
+
+def test_silos_are_reported_at_every_planned_decision_whoever_gets_codewords():
+    (none, by_none), (_, by_all) = (
+        run(e, codebook={"threshold_reference": "mean"}, iterations=3) for e in ("none", "all")
+    )
+    assert [r["round"] for r in by_none if r.get("has_decision")] == [3, 5]
+    assert count_reports(by_none)[0] == count_reports(by_all)[0] > 0
+    assert none.is_codebook_final
+    assert none.access.shape[1] == 6
+    assert not any(list_receivers(r) for r in by_none)
 
 
 # --- validated --------------------------------------------------------------------------------------------------------

@@ -247,16 +247,17 @@ class ExtensibleCodebook(CodebookHooks):
     # --- the end of an iteration ----------------------------------------------------------------------------------
 
     def after_round(self, method: FedAvg, clients: Clients, server: ServerState) -> ServerState:
-        """Fit the initial codebook after the warm-up; extend it at the end of an iteration (D9).
+        """Fit the initial codebook after the warm-up; report and extend at the end of an iteration (D9).
 
-        The last shared round is no decision, since the codewords stay from there on, but validates them once more.
+        Silos are reported at every planned decision, also if none gets codewords any more. The last shared round is no
+        decision, since the codewords stay from there on, but validates them once more.
         """
         ends_warmup = server.round == self.warmup_rounds and self.codebook_init == "kmeans"
         ends_iteration = server.round == method.rounds + server.iteration * method.extra_rounds
         if (ends_iteration or server.round == method.shared_rounds) and self.extend == "validated":
             server = revoke_useless_codewords(method, clients, server)
-        has_decision = ends_iteration and server.round < method.shared_rounds and self.extend != "none"
-        if not ends_warmup and (not has_decision or server.is_codebook_final):
+        has_decision = ends_iteration and server.round < method.shared_rounds
+        if not ends_warmup and not has_decision:
             return server
         # Evaluate uncertainty for each client with the integrated model                               (Algorithm 1)
         server, evaluations = method.evaluate_clients(clients, server)
@@ -278,7 +279,9 @@ class ExtensibleCodebook(CodebookHooks):
     def select_receivers(
         self, clients: Clients, server: ServerState, uncertain_silos: tuple[str, ...]
     ) -> tuple[str, ...]:
-        """Return the silos that get new codewords (D31)."""
+        """Return the silos that get new codewords (D31); none after a decision that gave none."""
+        if self.extend == "none" or server.is_codebook_final:
+            return ()
         trainable = tuple(name for name in server.silo_names if clients.num_examples[name])
         if self.extend == "all":
             return trainable
