@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from uefl.core.metrics import RISK_COVERAGES
 from uefl.experiment.repeats import Comparison, compare_repeats, merge_repeats
-from uefl.experiment.repeats_table import format_repeats_table, make_repeats_table
+from uefl.experiment.repeats_table import compute_pooled_ece, format_repeats_table, make_repeats_table
 from uefl.experiment.run_folder import RunFolder
 
 TINY = Comparison(
@@ -26,8 +28,8 @@ TINY = Comparison(
 def make_record(name: str, seed: int, nll: float) -> dict[str, object]:
     silos = {silo: {"nll": nll + i, "accuracy": 0.5} for i, silo in enumerate(("ada", "[bob]"))}
     quality = {"nll_scaled": nll, "entropy": 0.2 + 0.1 * seed, "brier": 0.25, "augrc": 0.01 * (seed + 1)}
-    # 200 predictions with a confidence of .75, of which 140, 150 and 160 are correct, and 10 with one of .2, all wrong.
-    reliability = [[200.0, 10.0], [150.0, 2.0], [140.0 + 10 * seed, 0.0]]
+    # 500 predictions with a confidence of .75, of which 350, 375 and 400 are correct, and 10 with one of .2, all wrong.
+    reliability = [[500.0, 10.0], [375.0, 2.0], [350.0 + 25 * seed, 0.0]]
     means = {"nll": nll + 0.5, "accuracy": 0.5, **quality}
     return {"name": name, "repeat": f"seed={seed}", **means, "silos": silos, "reliability": reliability}
 
@@ -87,12 +89,12 @@ def test_the_table_has_every_silo_and_the_paired_difference() -> None:
     assert "│ entropy │ 0.300 │ 0.300 │" in rows
     assert "│ Brier │ 0.250 │ 0.250 │" in rows
     assert "│ AUGRC │ 0.0200 │ 0.0200 │" in rows
-    assert "│ ECE, all test examples │ 0.010 │ 0.010 │" in rows  # (|450 − 450| + |0 − 6|) / 630
+    assert "│ ECE, all test examples │ 0.037 │ 0.037 │" in rows  # (|−25| + 2 + 0 + 2 + 25 + 2) / 510 / 3
     assert "│ NLL, uefl minus this │ −0.100 │ – │" in rows
 
 
 def test_the_markdown_table_has_means_deviations_and_differences() -> None:
-    quality = "0.300 | 0.250 | 0.010 | 0.0200"
+    quality = "0.300 | 0.250 | 0.037 | 0.0200"
     assert format_repeats_table(RECORDS, "uefl").splitlines() == [
         "| method | NLL | accuracy | NLL, scaled | entropy | Brier | ECE, all test examples | AUGRC "
         "| NLL, uefl minus this (95 % interval) |",
@@ -102,10 +104,24 @@ def test_the_markdown_table_has_means_deviations_and_differences() -> None:
     ]
 
 
+def make_folds(seed: int, correct: Sequence[float]) -> list[dict[str, object]]:
+    folds = []
+    for i, count in enumerate(correct, 1):
+        own = {"repeat": f"seed={seed} fold={i}/{len(correct)}", "reliability": [[255.0], [200.0], [count]]}
+        folds.append(make_record("uefl", seed, 0.1) | own)
+    return folds
+
+
+def test_the_calibration_error_is_that_of_all_folds_of_a_seed_and_a_mean_over_seeds() -> None:
+    folds = make_folds(0, [190, 220])  # |410 − 400| / 510
+    assert compute_pooled_ece(folds) == pytest.approx(10 / 510)
+    assert compute_pooled_ece([*folds, *make_folds(1, [180, 190])]) == pytest.approx((10 / 510 + 30 / 510) / 2)
+
+
 def test_the_calibration_error_of_too_few_examples_is_left_out() -> None:
-    single = [record for record in RECORDS if record["repeat"] == "seed=0"]  # 210 examples; the metric needs 500
-    rows = format_repeats_table(single, "uefl").splitlines()
-    assert rows[2] == "| fedavg | 0.700 | 0.500 | 0.200 | 0.200 | 0.250 | – | 0.0100 | – |"
+    assert math.isnan(compute_pooled_ece(make_folds(0, [190])))  # 255 examples; the metric needs 500
+    rows = format_repeats_table(make_folds(0, [190]), "uefl").splitlines()
+    assert rows[2] == "| uefl | 0.600 | 0.500 | 0.100 | 0.200 | 0.250 | – | 0.0100 | – |"
 
 
 def test_the_picture_of_repeats_has_means_and_all_test_examples() -> None:

@@ -99,13 +99,13 @@ def test_runs_are_paired_by_seed_in_any_order_of_the_records() -> None:
 def test_uncertain_silos_are_named_with_their_entropy_and_the_threshold() -> None:
     decisions = [
         make_decision("east", "south", east=0.5, south=0.4, west=0.2),
-        make_decision("east", east=0.7, west=0.2),
+        make_decision("east", east=0.7, south=0.2, west=0.2) | {"threshold": 0.35},  # south's e_k does not count here
     ]
     records = make_records({"fedavg": [0.5, 0.5], "uefl": [0.5, 0.5]}, decisions=decisions)
     assert describe_uncertain_silos(records, "uefl", "seeds") == (
         "uefl found silos more uncertain "
-        "than the least uncertain one beyond chance: east in 2 of 2 seeds (entropy e_k 0.60), south "
-        "in 1 of 2 seeds (entropy e_k 0.40); threshold 0.25."
+        "than the least uncertain one beyond chance: east in 2 of 2 seeds (entropy e_k 0.60, threshold 0.30), south "
+        "in 1 of 2 seeds (entropy e_k 0.40, threshold 0.25)."
     )
 
 
@@ -114,7 +114,7 @@ def test_a_threshold_without_a_test_does_not_speak_of_chance() -> None:
     sentence = describe_uncertain_silos(make_records({"uefl": [0.5]}, decisions=[decision]), "uefl", "seeds")
     assert sentence == (
         "uefl found silos more uncertain "
-        "than the least uncertain one: east in 1 of 1 seeds (entropy e_k 0.50); threshold 0.25."
+        "than the least uncertain one: east in 1 of 1 seeds (entropy e_k 0.50, threshold 0.25)."
     )
 
 
@@ -124,7 +124,7 @@ def test_where_no_silo_is_uncertain_the_highest_entropy_is_given() -> None:
     assert describe_uncertain_silos(records, "uefl", "folds") == (
         "uefl found no silo more uncertain "
         "than the least uncertain one beyond chance in 2 folds (highest: east, entropy "
-        "e_k 0.25; threshold 0.25)."
+        "e_k 0.25, threshold 0.25)."
     )
     without = describe_uncertain_silos(make_records({"uefl": [0.5]}), "uefl", "folds")
     assert without == "uefl decided nothing: no silo's uncertainty was compared."

@@ -1,7 +1,7 @@
 """The two comparisons of `uefl demo`: four hospitals, and digits with minority domains (docs/log.md has their choice).
 
-Trials chose the settings of each method by validation; UEFL had no more of them than the others. Settings that are not
-named here are the library's defaults.
+Trials chose the settings of each method by validation; UEFL had no more of them than the others, beside an earlier
+search of its form in the hospitals. Settings that are not named here are the library's defaults.
 """
 
 from __future__ import annotations

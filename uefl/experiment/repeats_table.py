@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import isnan, nan
@@ -32,6 +34,7 @@ from uefl.experiment.verdict import (
 
 _SHOWN = (*select_table_metrics(with_codebook=False), *QUALITY_METRICS)
 VERDICT_METRICS = ("nll", "accuracy")  # have rows and columns of their own
+FOLD = re.compile(r" ?fold=\S+")  # of a repeat such as "seed=3 fold=1/5"
 
 
 class Column(NamedTuple):
@@ -66,8 +69,18 @@ def describe_metrics() -> str:
 
 
 def compute_pooled_ece(records: Sequence[Record]) -> float:
-    """Return the expected calibration error of the test examples of all silos and runs together."""
-    sums = torch.tensor([record["reliability"] for record in records], dtype=torch.float64).sum(0)
+    """Return the mean over seeds of the expected calibration error of all test examples.
+
+    The folds of a seed are pooled, since together they predict every example once. Seeds are not: the errors of models
+    of several seeds would cancel out.
+    """
+    sums = defaultdict[str, list[list[list[float]]]](list)
+    for record in records:
+        sums[FOLD.sub("", record["repeat"])].append(record["reliability"])
+    return mean(_compute_ece(torch.tensor(of_seed, dtype=torch.float64).sum(0)) for of_seed in sums.values())
+
+
+def _compute_ece(sums: torch.Tensor) -> float:
     return float(ece(sums)) if float(sums[0].sum()) >= MIN_CALIBRATION_EXAMPLES else nan
 
 

@@ -79,25 +79,35 @@ def describe_uncertain_silos(records: Sequence[Record], method: str, unit: str) 
         return f"{method} decided nothing: no silo's uncertainty was compared."
     if decisions[0].get("test") == NOT_COMPARABLE:
         return f"{method} compared no silo's uncertainty: silos predict with tensors of their own, such as batch norm."
-    found = [silo for decision in decisions for silo in decision["uncertain_silos"]]
     beyond = " beyond chance" if decisions[0].get("test") == "permutation" else ""
-    threshold = mean(decision["threshold"] for decision in decisions)
-    silos = dict.fromkeys(silo for decision in decisions for silo in decision["silos"])
-    entropy = {s: mean(d["silos"][s]["entropy"] for d in decisions if s in d["silos"]) for s in silos}
+    reports = {s: [d for d in decisions if s in d["uncertain_silos"]] for s in dict.fromkeys(_list_silos(decisions))}
+    found = sorted((silo for silo, own in reports.items() if own), key=lambda silo: (-len(reports[silo]), silo))
     if not found:
-        highest = max(entropy, key=lambda silo: entropy[silo])
+        highest = max(reports, key=lambda silo: _average_entropy(silo, decisions))
         return (
-            f"{method} found no silo more uncertain "
-            f"than the least uncertain one{beyond} in {len(decisions)} {unit} (highest: "
-            f"{highest}, entropy e_k {entropy[highest]:.2f}; threshold {threshold:.2f})."
+            f"{method} found no silo more uncertain than the least uncertain one{beyond} in {len(decisions)} {unit} "
+            f"(highest: {highest}, {_describe_entropy(highest, decisions)})."
         )
-    counts = {silo: found.count(silo) for silo in sorted(set(found), key=lambda silo: (-found.count(silo), silo))}
     listed = ", ".join(
-        f"{silo} in {count} of {len(decisions)} {unit} (entropy e_k {entropy[silo]:.2f})"
-        for silo, count in counts.items()
+        f"{silo} in {len(reports[silo])} of {len(decisions)} {unit} ({_describe_entropy(silo, reports[silo])})"
+        for silo in found
     )
-    finding = f"{method} found silos more uncertain than the least uncertain one{beyond}"
-    return f"{finding}: {listed}; threshold {threshold:.2f}."
+    return f"{method} found silos more uncertain than the least uncertain one{beyond}: {listed}."
+
+
+def _list_silos(decisions: Sequence[Record]) -> list[str]:
+    return [silo for decision in decisions for silo in decision["silos"]]
+
+
+def _describe_entropy(silo: str, decisions: Sequence[Record]) -> str:
+    """Return a silo's entropy and the threshold, means over these decisions."""
+    threshold = mean(decision["threshold"] for decision in decisions)
+    return f"entropy e_k {_average_entropy(silo, decisions):.2f}, threshold {threshold:.2f}"
+
+
+def _average_entropy(silo: str, decisions: Sequence[Record]) -> float:
+    entropies: list[float] = [d["silos"][silo]["entropy"] for d in decisions if silo in d["silos"]]
+    return mean(entropies)
 
 
 def get_values(records: Sequence[Record], name: str, key: str) -> list[float]:
