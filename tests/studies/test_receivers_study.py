@@ -29,6 +29,16 @@ def test_gains_are_relative_so_that_every_data_set_counts_the_same() -> None:
     assert study.average_gains(scores, study.PAPER) == [0.0, 0.0, 0.0]
 
 
+def test_folds_count_once_per_seed_in_the_rule_and_share_patients_in_their_interval() -> None:
+    values = {"uncertain": [1.0] * 10, "all": [0.99, 0.99, 0.99, 0.98, 0.95] * 2}  # gains 1, 1, 1, 2, 5 % per seed
+    scores = {"hospitals": {value: values.get(value, [1.0] * 10) for value in get_args(Extend)}}
+    assert study.average_gains(scores, "all") == pytest.approx([2.0, 2.0])
+    of_folds, of_seeds = study.compare_value(scores, "all")
+    assert (of_folds.mean, of_seeds.mean) == pytest.approx((2.0, 2.0))
+    # s² = (3 · 1² + 0 + 3²) · 2 / 9, its factor 1/10 + 1/4, and 2.262 is the quantile of t with 9 degrees of freedom
+    assert of_folds.low == pytest.approx(2 - 2.262 * (0.35 * 24 / 9) ** 0.5, abs=1e-3)
+
+
 def test_a_value_becomes_the_default_only_if_its_gain_is_above_chance() -> None:
     assert study.choose_default(make_scores(all=[2.0, 2.1, 2.2], random=[1.0, 1.1, 1.2])) == "all"
     assert study.choose_default(make_scores(all=[-5.0, 2.1, 9.0])) == study.PAPER
