@@ -37,7 +37,7 @@ from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import InputError, ResumableError
 from uefl.core.federation import Batch, ClientModel, Examples, Silo, map_examples
 from uefl.core.lazy_tensor import LazyTensor, is_lazy
-from uefl.engines.processes import process_engine, worker_pool
+from uefl.engines.processes import channel, process_engine, worker_pool
 from uefl.engines.processes.process_engine import ProcessEngine, RemoteTraceback, Schedule, hide_inputs
 from uefl.engines.processes.shared_tensors import pack
 from uefl.engines.processes.worker_pool import WorkerPool, choose_num_workers, count_cores
@@ -217,6 +217,20 @@ def test_an_error_of_reading_a_lazy_silo_ends_the_run_with_it() -> None:
     with WorkerPool(1) as own_pool:
         clients = make_clients(ONE_ROUND, silos, engine=partial(ProcessEngine, pool=own_pool))  # type: ignore[arg-type]
         with pytest.raises(OSError, match="the disk is gone"):
+            run_rounds(ONE_ROUND, clients)
+        assert own_pool.workers == []
+
+
+def test_a_task_without_memory_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no memory is left")
+
+    monkeypatch.setattr(channel, "pack", fail)
+    monkeypatch.setattr(WorkerPool, "receive", lambda *_, **__: pytest.fail("waits for an answer to an unsent task"))
+    with WorkerPool(1) as own_pool:
+        silos = make_lazy_silos([])
+        clients = make_clients(ONE_ROUND, silos, engine=partial(ProcessEngine, pool=own_pool))  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="no memory is left"):
             run_rounds(ONE_ROUND, clients)
         assert own_pool.workers == []
 

@@ -202,7 +202,7 @@ class ProcessEngine(SerialEngine):
                 worker.broadcast = self._broadcast
             client_state: Tensors = self.client_states.get(name, {})
             worker.channel.send((name, client_state, lazy_silo))
-        except OSError:
+        except ConnectionError:  # no other error of the system, such as a lack of memory for the task
             return  # the process has ended, which is read from its connection
 
     def _load_silo(self, name: str, splits: Collection[Split]) -> Silo:
