@@ -98,6 +98,32 @@ def test_an_input_error_of_a_process_stays_one(tmp_path):
         run_in_parallel({"fedavg": experiment}, tmp_path, workers=1, on_event=lambda _name, _event: None)
 
 
+def test_a_second_interrupt_leaves_no_run_behind(tmp_path, monkeypatch):
+    """A process that is not told to end trains on, and Python waits for it before this one ends."""
+    ended = []
+
+    class FakeProcess:
+        def terminate(self):
+            ended.append(self)
+
+        def join(self):
+            raise KeyboardInterrupt
+
+    class FakeTasks:
+        def send(self, _task):
+            pass
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parallel_runs, "_start_worker", lambda *_: parallel_runs.Worker(FakeProcess(), FakeTasks()))
+    monkeypatch.setattr(parallel_runs, "_next_event", interrupt)
+    experiments = parse_experiments(["fedavg", "uefl", *TINY_SETTINGS], [], "default")
+    with pytest.raises(KeyboardInterrupt):
+        run_in_parallel(experiments, tmp_path, workers=2, on_event=lambda _name, _event: None)
+    assert len(ended) == 2
+
+
 def test_a_process_takes_one_run_after_another(tmp_path, monkeypatch):
     """Importing torch again for every run would take longer than short runs."""
     started, start_worker = [], parallel_runs._start_worker

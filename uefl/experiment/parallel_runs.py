@@ -87,9 +87,11 @@ def run_in_parallel(
             else:
                 on_event(name, event)
     finally:
-        for worker in (*running.values(), *idle):
-            worker.process.terminate()
-            worker.process.join()
+        processes = [worker.process for worker in (*running.values(), *idle)]
+        for process in processes:  # all before the first is waited for, which a second Ctrl-C may interrupt
+            process.terminate()
+        for process in processes:
+            process.join()
     return {name: folders[name] for name in experiments}
 
 
