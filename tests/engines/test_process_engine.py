@@ -35,7 +35,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from uefl.algorithms import METHODS
 from uefl.algorithms.fedavg import FedAvg
 from uefl.core.errors import InputError, ResumableError
-from uefl.core.federation import Batch, ClientModel, Examples, Silo, map_examples
+from uefl.core.federation import Batch, ClientModel, Examples, Silo, load_examples, map_examples
 from uefl.core.lazy_tensor import LazyTensor, is_lazy
 from uefl.engines.processes import channel, process_engine, worker_pool
 from uefl.engines.processes.process_engine import ProcessEngine, RemoteTraceback, Schedule, hide_inputs
@@ -165,11 +165,21 @@ def make_lazy_silos(reads: list[str], count: int = 4) -> list[Silo]:
     return [silos[0], *(map_examples(silo, partial(make_lazy, silo.name)) for silo in silos[1:])]
 
 
-@pytest.mark.parametrize("name", ["fedavg", "uefl", "scaffold", "ditto", "fedcr", "fccl", "ifca", "fine-tuning"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "uefl", "scaffold", "ditto", "fedcr", "fccl", "ifca", "fine-tuning", "centralized"]
+)
 def test_lazy_silos_have_the_bits_of_the_serial_engine(name: str, pool: WorkerPool) -> None:
     method = make_law_method(name)
     engine = partial(ProcessEngine, pool=pool, on_warning=pytest.fail)
     silos = make_lazy_silos([])
+    assert_equal_runs(run_engine(method, engine, silos=silos), run_engine(method, silos=silos))
+
+
+def test_a_silo_with_lazy_and_other_inputs_has_the_bits_of_the_serial_engine(pool: WorkerPool) -> None:
+    method, silos = make_law_method("uefl"), make_lazy_silos([])
+    silos[2] = replace(silos[2], test=load_examples(silos[2].test))
+    silos[3] = replace(silos[3], train=load_examples(silos[3].train))
+    engine = partial(ProcessEngine, pool=pool, on_warning=pytest.fail)
     assert_equal_runs(run_engine(method, engine, silos=silos), run_engine(method, silos=silos))
 
 

@@ -153,7 +153,7 @@ class ProcessEngine(SerialEngine):
         try:
             if self._data is None:
                 parts = EngineParts(
-                    {name: silo for name, silo in self.silos.items() if not is_lazy(silo.train.x)},
+                    {name: silo for name, silo in self.silos.items() if not has_lazy_inputs(silo)},
                     self.public,
                     self.net,
                     self.initial_tensors,
@@ -192,7 +192,7 @@ class ProcessEngine(SerialEngine):
     def _send_task(self, worker: WorkerHandle, name: str, splits: Collection[Split]) -> None:
         assert self._data, "a message is packed before its tasks"
         assert self._broadcast, "a message is packed before its tasks"
-        lazy_silo = self._load_silo(name, splits) if is_lazy(self.silos[name].train.x) else None
+        lazy_silo = self._load_silo(name, splits) if has_lazy_inputs(self.silos[name]) else None
         try:
             if worker.data is not self._data:
                 worker.channel.send_parcel(Slot.DATA, self._data)
@@ -245,6 +245,11 @@ class ProcessEngine(SerialEngine):
             )
         schedule.waiting.add(name)
         self.on_warning(f"{ended}; silo {name} starts again in another process")
+
+
+def has_lazy_inputs(silo: Silo) -> bool:
+    """Return whether a silo reads inputs when it takes part, also one without training examples of its own."""
+    return any(is_lazy(silo.examples(split).x) for split in SPLITS)
 
 
 def hide_inputs(examples: Examples) -> Examples:
