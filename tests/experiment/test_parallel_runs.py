@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, drop_seconds
+from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, call_cli, drop_seconds
 from test_process_runs import list_children
 
 from uefl.core.errors import InputError, ResumableError
@@ -70,6 +70,21 @@ def test_every_run_may_use_its_share_of_the_cores(cores, workers, num_runs, thre
     experiments = {f"run {i}": experiment for i in range(num_runs)}
     with pytest.raises(KeyboardInterrupt):
         run_in_parallel(experiments, tmp_path, workers=workers, on_event=lambda _name, _event: None)
+    assert shares == [expected]
+
+
+@pytest.mark.parametrize(("workers", "expected"), [("2", 2), ("0", 16)])
+def test_every_target_has_as_many_processes_as_the_user_sets(workers, expected, tmp_path, monkeypatch):
+    shares = []
+
+    def start_no_worker(_context, _root, settings, _events):
+        shares.append(settings.num_workers)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker_pool, "count_cores", lambda: 16)
+    monkeypatch.setattr(parallel_runs, "_start_worker", start_no_worker)
+    data = ["mnist5k", "partitioner=leave-one-domain-out", "target=all", "--out", str(tmp_path)]
+    assert call_cli("run", "fedavg", *data, "--workers", workers).code == 130
     assert shares == [expected]
 
 

@@ -75,7 +75,12 @@ def run_experiments(
             folder = run(experiment, out, device=device, engine=engine, num_workers=num_workers, on_event=on_event)
             return {name: folder}
         return run_in_parallel(
-            experiments, out, workers=workers, device=device, engine=engine, on_event=display.on_event
+            *(experiments, out),
+            workers=workers,
+            device=device,
+            engine=engine,
+            num_workers=num_workers,
+            on_event=display.on_event,
         )
 
 

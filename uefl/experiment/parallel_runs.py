@@ -57,11 +57,12 @@ def run_in_parallel(
     workers: int,
     device: str = "cpu",
     engine: str = "auto",
+    num_workers: int = 0,
     on_event: Callable[[str, Event], None],
 ) -> dict[str, Path]:
     """Run all experiments and return their folders. The first error stops the others, which can be resumed.
 
-    Each run may use its share of the cores.
+    Each run may use its share of the cores, or `num_workers` processes of its own.
     """
     context = mp.get_context("spawn")  # a forked process would inherit locks of threads that do not exist in it
     events: Any = context.Queue()
@@ -70,7 +71,8 @@ def run_in_parallel(
     waiting, running = [(next(iter(group)), group) for group in groups], dict[str, Worker]()
     idle: list[Worker] = []  # processes are reused: importing torch takes as long as some runs
     folders: dict[str, Path] = {}
-    settings = RunSettings(device, engine, divide_cores(min(workers, len(groups)) or 1), torch.get_num_threads())
+    num_workers = num_workers or divide_cores(min(workers, len(groups)) or 1)
+    settings = RunSettings(device, engine, num_workers, torch.get_num_threads())
     try:
         while waiting or running:
             while waiting and len(running) < workers:
