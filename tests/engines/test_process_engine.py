@@ -351,6 +351,17 @@ def test_a_process_whose_answer_is_not_wanted_ends_without_a_word(capfd: pytest.
     assert capfd.readouterr() == ("", "")
 
 
+def test_an_interrupt_at_the_start_of_a_process_is_ignored(capfd: pytest.CaptureFixture[str]) -> None:
+    """A terminal sends Ctrl-C to all processes; the parent answers it, also while a worker still imports torch."""
+    worker = worker_pool.WorkerHandle()
+    for _ in range(10):
+        os.kill(worker.process.pid, signal.SIGINT)
+        time.sleep(0.02)
+    assert worker.channel.receive().parcel.unpack() == ("ready",)
+    assert worker.end() == 0
+    assert capfd.readouterr() == ("", "")
+
+
 def test_all_memory_and_processes_are_given_back() -> None:
     gc.collect()
     before = list_shared_memory()

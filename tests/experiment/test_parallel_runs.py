@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import signal
+import time
 
 import pytest
 from harness import TINY_SETTINGS, TINY_SETTINGS_NO_CODEBOOK, call_cli, drop_seconds
@@ -105,6 +106,19 @@ def test_parallel_runs_with_processes_of_their_own_have_the_bits_of_serial(tmp_p
         assert spread.model_path.read_bytes() == serial.model_path.read_bytes()
         assert spread.server_path.read_bytes() == serial.server_path.read_bytes()
         assert [*map(drop_seconds, spread.read_records())] == [*map(drop_seconds, serial.read_records())]
+
+
+def test_an_interrupt_at_the_start_of_a_process_is_ignored(tmp_path, capfd):
+    context, settings = mp.get_context("spawn"), parallel_runs.RunSettings("cpu", "auto", 1, 1)
+    events = context.Queue()
+    worker = parallel_runs._start_worker(context, tmp_path, settings, events)
+    for _ in range(10):
+        os.kill(worker.process.pid, signal.SIGINT)
+        time.sleep(0.02)
+    worker.tasks.close()
+    worker.process.join(120)
+    assert worker.process.exitcode == 0
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_input_error_of_a_process_stays_one(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from uefl.core.errors import InputError, ResumableError
-from uefl.engines.processes.worker_pool import count_cores, divide_cores
+from uefl.engines.processes.worker_pool import blocking_interrupts, count_cores, divide_cores
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.grouped_runs import group_runs, run_group
 from uefl.experiment.run import Event
@@ -100,7 +100,8 @@ def run_in_parallel(
 def _start_worker(context: Any, root: Path, settings: RunSettings, events: Any) -> Worker:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run_worker, args=(receiver, root, settings, events))
-    process.start()
+    with blocking_interrupts():  # which would end the process with a traceback while it imports
+        process.start()
     receiver.close()  # the process has the other copy
     return Worker(process, sender)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,19 @@ def choose_num_workers(num_workers: int, num_silos: int) -> int:
     return max(1, min(num_silos, num_workers or divide_cores(1)))
 
 
+@contextmanager
+def blocking_interrupts() -> Iterator[None]:
+    """Keep Ctrl-C from processes that start within this context; this process receives it at the end of the context."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class WorkerHandle:
     """A worker process as its parent sees it."""
 
@@ -63,7 +78,8 @@ class WorkerHandle:
         search_path = [entry or os.getcwd() for entry in sys.path]
         command = [sys.executable, "-c", _START, str(other.fileno()), *search_path]
         try:
-            self.process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
+            with blocking_interrupts():  # which would end the process with a traceback while it imports
+                self.process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL)
         except OSError:
             own.close()
             raise
