@@ -56,6 +56,14 @@ def test_all_methods_show_the_last_round_beside_a_fine_tuned_one(arguments: list
     assert {t: shown[t] for t in SITES} == {target: f"{summary['mE']:.3f}" for target, summary in last.items()}
 
 
+def test_a_setting_without_effect_is_named_once_per_method(arguments: list[str]) -> None:
+    settings = [*(a for a in arguments if a != "depth=1"), "target=all", "encoder=mlp", "batch_norm=not_averaged"]
+    answer = call_cli("compare", "fedavg", "fedprox", *settings)
+    assert answer.code == 0, answer.stderr
+    lines = [line for line in answer.stdout.splitlines() if "batch_norm=not_averaged has no effect" in line]
+    assert sorted(line.partition(": warning: ")[0] for line in lines) == ["fedavg", "fedavg, no layer norm", "fedprox"]
+
+
 def test_a_site_that_does_not_exist_is_named_with_those_that_do(arguments: list[str]) -> None:
     message = call_with_mistake("run", "fedavg", *arguments, "target=site-x")
     assert message == "unknown target 'site-x'; known: site-a, site-b, site-c, all (`uefl run` and `compare`)"

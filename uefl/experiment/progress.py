@@ -18,7 +18,7 @@ from uefl.experiment.records import is_evaluated, summarize_decision, summarize_
 from uefl.experiment.report import describe_decision, describe_revocation
 from uefl.experiment.run import Event
 
-SEED = re.compile(r", seed \d+$")  # end of the name of a run in a comparison over seeds
+SEED_OR_TARGET = re.compile(r", (seed \d+|without .+)$")  # end of the name of a run in a comparison over these
 
 
 class StatusColumn(TextColumn):
@@ -111,8 +111,8 @@ class ProgressDisplay:
         label = f"{run}: "
         if event.get("about") == "data":  # the same for all runs of a comparison
             label = ""
-        elif event.get("about") == "settings":  # the same for all seeds of a method
-            label = f"{SEED.sub('', run)}: "
+        elif event.get("about") == "settings":  # the same for all seeds or targets of a method
+            label = f"{SEED_OR_TARGET.sub('', run)}: "
         line = f"{label}warning: {event['message']}"
         if "about" in event and line in self.printed_warnings:
             return
