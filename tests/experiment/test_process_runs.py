@@ -169,4 +169,4 @@ def test_settings_of_processes_that_make_no_sense_are_one_line(tmp_path: Path) -
     message = call_with_mistake("run", *SETTINGS, "--engine", "processes", "--workers", "-1", *out)
     assert message == "workers=-1 must be at least 0"
     message = call_with_mistake("compare", *SETTINGS, "--engine", "processes", "--workers", "2", *out)
-    assert message == "engine=processes gives all cores to one run; use engine=serial for 2 at once"
+    assert message == "engine=processes gives all cores to one run; use engine=auto for 2 at once"

@@ -28,7 +28,7 @@ EngineOption = Annotated[
     typer.Option(
         help="serial: one silo after another; processes: silos spread over all cores, with the bits of serial (CPU); "
         "stacked: many silos in one tensor; compiled: stacked with torch.compile (CUDA); flower: one process per silo; "
-        "auto: on a CPU serial, or processes for a single run of half a minute or more, on CUDA the fastest suitable "
+        "auto: on a CPU serial, or processes for a run of half a minute or more, on CUDA the fastest suitable "
         "engine."
     ),
 ]

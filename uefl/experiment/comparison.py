@@ -64,7 +64,7 @@ def run_experiments(
         raise InputError(f"threads={threads} must be at least 1")
     if engine == "processes" and len(experiments) > 1:
         if workers > 1:
-            raise InputError(f"engine=processes gives all cores to one run; use engine=serial for {workers} at once")
+            raise InputError(f"engine=processes gives all cores to one run; use engine=auto for {workers} at once")
         workers = 1
     workers = choose_workers(workers, len(experiments), device)
     torch.set_num_threads(threads)
