@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from studies.archive import read_records
 from studies.methods.setups import FEDAVG, SETUPS, shrink_experiment
 from uefl.core.errors import ResumableError
 from uefl.core.metrics import TABLE_METRICS, mean_metric
@@ -279,8 +281,10 @@ class _RunQueue:
         """Add the runs that have no record yet."""
         if not runs:
             return
-        run_records = records.read_records(self.path)
-        missing = [run_ for run_ in runs if not run_.is_recorded(run_records)]
+        run_records = defaultdict[tuple[Any, ...], list[RunRecord]](list)  # a study may have ten thousands
+        for record in read_records(self.path):
+            run_records[record["setup"], record["method"], record["seed"]].append(record)
+        missing = [run_ for run_ in runs if not run_.is_recorded(run_records[run_.setup, run_.method, run_.seed])]
         self.report(f"{len(runs)} runs, {len(runs) - len(missing)} of them done")
         for data in {run_.experiment.data.name: run_.experiment.data for run_ in reversed(missing)}.values():
             data.load(0)  # decode once, not in every process

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
+from studies.archive import read_records
 from studies.methods.runner import RunRecord
 from studies.rivals.further_tables import (
     render_ablations,
@@ -49,7 +50,6 @@ from studies.rivals.tables import (
 )
 from studies.rivals.trial_counts import render_trial_counts
 from studies.rivals.trials import FEDAVG, UEFL, Row, Schedule, Setup
-from uefl.experiment.records import read_records
 
 NOTES = Path(__file__).with_name("notes.md")
 PRIMARY, TRIAL_COUNTS = "<!-- primary comparisons -->", "<!-- numbers of trials -->"  # their places in the notes

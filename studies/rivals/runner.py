@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from studies.archive import read_records
 from studies.methods.runner import RunRecord, StudyResources, StudyRun, run_parallel
 from studies.rivals.setups import SETUPS
 from studies.rivals.trials import FEDAVG, IFCA, RATES, SEARCH_SEEDS, UEFL, Schedule, Setup, Trial
 from uefl.core.errors import InputError
-from uefl.experiment.records import read_records
 
 SEARCH = "schedule search"  # row of the runs that choose the schedule
 RECEIVER_ROW = f"{UEFL}, extend="  # beginning of the rows in which other silos get codewords

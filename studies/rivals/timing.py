@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from studies.archive import read_records
 from studies.methods.runner import RunRecord
 from studies.methods.timing import BATCHES_PER_SILO, NUM_REPEATS, TimedMethod, describe_environment, select_silos
 from studies.rivals.runner import Files, read_frozen
@@ -83,7 +84,7 @@ def choose_trials(name: str, files: Files) -> dict[str, Trial]:
     entry = frozen.get(setup.trials_of or name)
     if entry:
         return {row: setup.rows[row].trials[number] for row, number in entry["trials"].items()}
-    labels = find_frequent_labels(setup, [r for r in records.read_records(files.trials) if r["setup"] == name])
+    labels = find_frequent_labels(setup, [r for r in read_records(files.trials) if r["setup"] == name])
     return {
         row: next((t for t in setup.rows[row].trials if t.label == labels.get(row)), setup.rows[row].trials[0])
         for row in setup.rows

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from scipy.stats import ttest_rel
 
+from studies.archive import read_records
 from studies.methods.runner import StudyRun, identify_run
 from studies.rivals import page as page_module
 from studies.rivals.__main__ import PAGE, get_files
@@ -42,7 +43,6 @@ from studies.rivals.trial_counts import count_trials, render_trial_counts
 from studies.rivals.trials import FEDAVG, IFCA, NUM_TRIALS, RATES, SEARCH_SEEDS, SEEDS, TRIAL_SEEDS, UEFL, Schedule
 from uefl.experiment.experiment import RESULTS_VERSION
 from uefl.experiment.parsing import parse_experiments
-from uefl.experiment.records import read_records
 from uefl.models.resnet18 import IMAGENET_STEM
 from uefl.models.vgg import VGG16_PLAN
 
