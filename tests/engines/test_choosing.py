@@ -43,21 +43,21 @@ def four_cores(monkeypatch):
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_a_long_run_on_a_cpu_is_spread_over_processes():
+@pytest.mark.parametrize("lazy", [False, True], ids=["in memory", "in a file"])
+def test_a_long_run_on_a_cpu_is_spread_over_processes(lazy):
     steps, examples = 4 * 3 * 20, 4 * 144 * 20  # of a round: silos, steps or examples of one, epochs
     flops_per_example = 2 * (64 * 4 * 9 + 256 * 512 + 512 * 2)  # of a forward pass: convolution and two layers
     rounds = int(30 / (steps * 1e-3 + 3 * flops_per_example * examples / 5e10))
-    assert choose("cpu", rounds=rounds) == "serial"
-    assert choose("cpu", rounds=rounds + 1) == "processes"
-    assert choose("cpu", width=5, rounds=rounds) == "processes", "a larger network takes longer"
-    assert choose("cpu", rounds=rounds + 1, clients_per_round=3) == "serial", "fewer silos take less time"
+    assert choose("cpu", rounds=rounds, lazy=lazy) == "serial"
+    assert choose("cpu", rounds=rounds + 1, lazy=lazy) == "processes"
+    assert choose("cpu", width=5, rounds=rounds, lazy=lazy) == "processes", "a larger network takes longer"
+    assert choose("cpu", rounds=rounds + 1, lazy=lazy, clients_per_round=3) == "serial", "fewer silos take less time"
 
 
 @pytest.mark.usefixtures("four_cores")
 def test_a_run_is_spread_only_over_idle_cores(monkeypatch):
     assert choose("cpu", rounds=1000, clients_per_round=1) == "serial", "a single silo per round"
     assert choose("cpu", rounds=1000, num_workers=1) == "serial", "as the user sets it"
-    assert choose("cpu", rounds=1000, lazy=True) == "serial", "many small silos that start at once"
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     assert choose("cpu", rounds=1000) == "serial", "a process whose parent may have other work for the cores"
     assert choose("cpu", rounds=1000, num_workers=2) == "processes", "a run of a comparison, with its share"

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from uefl.core.errors import InputError
 from uefl.core.federation import Silo, is_integer
-from uefl.core.lazy_tensor import is_lazy
 from uefl.core.local import LocalTraining
 from uefl.engines.processes.worker_pool import can_start_processes, choose_num_workers
 from uefl.engines.serial import has_torch_dropout
@@ -59,8 +58,7 @@ def choose_engine(
     if not device.startswith("cuda"):  # on CPU vmap makes convolutions slower
         sizes = sorted((len(silo.train.y) for silo in silos if len(silo.train.y)), reverse=True)
         sizes = sizes[: clients_per_round or len(sizes)]
-        starts_soon = is_lazy(x)  # mostly many small silos, whose first round should not wait for processes
-        can_spread = can_start_processes() and choose_num_workers(num_workers, len(sizes)) > 1 and not starts_soon
+        can_spread = can_start_processes() and choose_num_workers(num_workers, len(sizes)) > 1
         may_use_cores = num_workers or not multiprocessing.parent_process()  # else the parent has other work for them
         if not can_spread or not may_use_cores:
             return "serial"
