@@ -255,6 +255,24 @@ def test_progress_is_that_of_the_serial_engine(pool: WorkerPool) -> None:
     assert ("ada", "training") in events["serial"]
 
 
+def test_workers_send_progress_only_if_somebody_sees_it(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[str] = []
+    take_answer = ProcessEngine._take_answer
+
+    def record(engine: ProcessEngine, worker: Any, schedule: Schedule, kind: str, *content: Any) -> None:
+        answers.append(kind)
+        take_answer(engine, worker, schedule, kind, *content)
+
+    monkeypatch.setattr(ProcessEngine, "_take_answer", record)
+    clients = make_clients(ONE_ROUND, engine=partial(ProcessEngine, pool=pool))  # type: ignore[arg-type]
+    server = ONE_ROUND.initialize_server(clients)
+    server = ONE_ROUND.run_round(clients, server)
+    assert set(answers) - {"ready"} == {"reply"}
+    clients.on_progress = lambda *_: None
+    ONE_ROUND.run_round(clients, server)
+    assert "progress" in answers, "a display may be added later"
+
+
 # --- replies that are not taken, or taken late ------------------------------------------------------------------------
 
 

@@ -56,6 +56,11 @@ from uefl.engines.optimizer_state import (
 )
 
 
+def ignore_progress(silo_name: str, activity: str) -> None:
+    """Show no progress."""
+    del silo_name, activity
+
+
 class SerialEngine:
     """Run clients in this process.
 
@@ -71,7 +76,7 @@ class SerialEngine:
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
         matmul_precision: MatmulPrecision = "full",
-        on_progress: Callable[[str, str], None] = lambda _silo_name, _activity: None,
+        on_progress: Callable[[str, str], None] = ignore_progress,
         on_warning: Callable[[str], None] = lambda _message: None,
     ) -> None:
         names = [silo.name for silo in silos]

@@ -19,7 +19,7 @@ from uefl.engines.processes.channel import Slot
 from uefl.engines.processes.shared_tensors import Parcel, pack
 from uefl.engines.processes.worker_pool import WorkerHandle, WorkerPool, can_start_processes, choose_num_workers
 from uefl.engines.processes.worker_process import EngineParts, TorchSettings, Work, describe_error
-from uefl.engines.serial import SerialEngine
+from uefl.engines.serial import SerialEngine, ignore_progress
 
 MAX_HELD_BYTES = 2**30  # of replies that wait for the reply of an earlier silo
 MAX_ATTEMPTS = 2  # a silo whose process ends twice probably needs more memory than there is
@@ -79,7 +79,7 @@ class ProcessEngine(SerialEngine):
         self._is_serial = False  # silos cannot run in other processes
 
     def fit(self, method: Method, broadcast: Broadcast, *, evaluate: bool = True) -> Iterator[Reply]:
-        work = Work(TorchSettings.read(), method, broadcast, "fit", {"evaluate": evaluate})
+        work = self._make_work(method, broadcast, "fit", evaluate=evaluate)
         splits: set[Split] = {"train", *(method.eval_splits if evaluate else ())}
         splits |= set(method.local_eval_splits if evaluate else ())
         num_done = 0
@@ -89,12 +89,16 @@ class ProcessEngine(SerialEngine):
         yield from super().fit(method, skip_participants(broadcast, num_done), evaluate=evaluate)
 
     def query(self, method: Method, task: str, broadcast: Broadcast, splits: Sequence[Split]) -> Iterator[Reply]:
-        work = Work(TorchSettings.read(), method, broadcast, "query", {"task": task, "splits": splits})
+        work = self._make_work(method, broadcast, "query", task=task, splits=splits)
         num_done = 0
         for reply in self._spread(work, splits):
             num_done += 1
             yield reply
         yield from super().query(method, task, skip_participants(broadcast, num_done), splits)
+
+    def _make_work(self, method: Method, broadcast: Broadcast, call: str, **arguments: Any) -> Work:
+        shows_progress = self.on_progress is not ignore_progress
+        return Work(TorchSettings.read(), method, broadcast, call, arguments, shows_progress)
 
     def release(self) -> None:
         """End the worker processes; a later round starts them again."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from uefl.core.federation import Broadcast, Examples, Method, Silo, Tensors
 from uefl.engines.processes.channel import Channel, Message, Slot
-from uefl.engines.serial import SerialEngine
+from uefl.engines.serial import SerialEngine, ignore_progress
 
 
 class TorchSettings(NamedTuple):
@@ -67,6 +67,7 @@ class Work(NamedTuple):
     broadcast: Broadcast
     call: str  # `fit` or `query`
     arguments: dict[str, Any]
+    shows_progress: bool  # else a worker sends none: each message interrupts the parent, which shares its cores
 
 
 class WorkerEngine(SerialEngine):
@@ -78,10 +79,10 @@ class WorkerEngine(SerialEngine):
             parts.net,
             seed=parts.seed,
             dtype=parts.dtype,
-            on_progress=lambda silo_name, activity: channel.send(("progress", silo_name, activity)),
             on_warning=lambda message: channel.send(("warning", message)),
         )
         self.public, self.initial_tensors, self._shared_silos = parts.public, parts.initial_tensors, parts.silos
+        self._channel = channel
 
     def _move_to_device(self, silo: Silo) -> Silo:
         return silo  # a copy would not be shared
@@ -95,12 +96,16 @@ class WorkerEngine(SerialEngine):
         if lazy_silo:  # for this task alone: its memory is used again
             self.silos = {**self._shared_silos, name: lazy_silo}
         self.client_states = {name: client_state} if client_state else {}
+        self.on_progress = self._send_progress if work.shows_progress else ignore_progress
         broadcast = work.broadcast._replace(participants=(name,))
         if work.call == "fit":
             replies = self.fit(work.method, broadcast, **work.arguments)
         else:
             replies = self.query(work.method, broadcast=broadcast, **work.arguments)
         return next(iter(replies)), self.client_states.get(name, {})
+
+    def _send_progress(self, silo_name: str, activity: str) -> None:
+        self._channel.send(("progress", silo_name, activity))
 
 
 class Worker:
