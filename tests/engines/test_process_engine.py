@@ -147,6 +147,71 @@ def test_data_are_in_memory_once(pool: WorkerPool) -> None:
     assert not any(have_equal_bits(one, other) for one, other in zip(before, after, strict=True))
 
 
+# --- second tasks -----------------------------------------------------------------------------------------------------
+
+
+MANY_SILOS = [make_striped_silo(f"silo {i:03}", 16 + i, 10 * i) for i in range(12)]
+
+
+def record_second_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the silos that workers receive while they run another one."""
+    second: list[str] = []
+    add_task = worker_pool.WorkerHandle.add_task
+
+    def record(worker: worker_pool.WorkerHandle, silo_name: str) -> None:
+        second.extend([silo_name] if worker.tasks else [])
+        add_task(worker, silo_name)
+
+    monkeypatch.setattr(worker_pool.WorkerHandle, "add_task", record)
+    return second
+
+
+def receive_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers be done with their second task before the answer to the first one is read."""
+    receive = WorkerPool.receive
+
+    def wait_and_receive(pool: WorkerPool, *, block: bool) -> Any:
+        time.sleep(0.05)
+        yield from receive(pool, block=block)
+
+    monkeypatch.setattr(WorkerPool, "receive", wait_and_receive)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto"])
+def test_a_second_task_has_memory_of_its_own(name: str, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, second = make_law_method(name), record_second_tasks(monkeypatch)
+    expected = run_engine(method, rounds=2, silos=MANY_SILOS)
+    receive_late(monkeypatch)
+    assert_equal_runs(run_engine(method, partial(ProcessEngine, pool=pool), rounds=2, silos=MANY_SILOS), expected)
+    assert len(second) >= 2, "one in each round"
+
+
+def test_the_last_silos_go_to_the_workers_that_are_done_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_left: list[int] = []
+    give_tasks = ProcessEngine._give_tasks
+
+    def record(engine: ProcessEngine, schedule: Schedule, depth: int, **numbers: int) -> None:
+        before = len(schedule.waiting)
+        give_tasks(engine, schedule, depth, **numbers)
+        num_left.extend([len(schedule.waiting)] if depth == 2 and len(schedule.waiting) < before else [])
+
+    monkeypatch.setattr(ProcessEngine, "_give_tasks", record)
+    with WorkerPool(2) as own_pool:
+        run_engine(ONE_ROUND, partial(ProcessEngine, pool=own_pool), silos=MANY_SILOS)
+    assert min(num_left) == 4, "two per worker"
+
+
+def test_a_killed_process_gives_back_both_of_its_silos(pool: WorkerPool) -> None:
+    method, warnings = replace(SLOW, local=replace(SLOW.local, epochs=20)), list[str]()
+    clients = make_clients(method, MANY_SILOS, engine=partial(ProcessEngine, pool=pool, on_warning=warnings.append))
+    lost = kill_first_process(clients, pool, 1, MANY_SILOS[-1].name)
+    server, _ = run_rounds(method, clients)
+    (line,) = warnings
+    assert line.endswith(f"silo {MANY_SILOS[-1].name} starts again in another process")
+    assert len(lost) == 2
+    assert have_equal_bits(server.model_state, run_engine(method, silos=MANY_SILOS)[0].model_state)
+
+
 # --- lazy silos -------------------------------------------------------------------------------------------------------
 
 
@@ -181,6 +246,14 @@ def test_a_silo_with_lazy_and_other_inputs_has_the_bits_of_the_serial_engine(poo
     silos[3] = replace(silos[3], train=load_examples(silos[3].train))
     engine = partial(ProcessEngine, pool=pool, on_warning=pytest.fail)
     assert_equal_runs(run_engine(method, engine, silos=silos), run_engine(method, silos=silos))
+
+
+def test_a_worker_receives_a_lazy_silo_only_when_it_has_no_other(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = record_second_tasks(monkeypatch)
+    run_engine(ONE_ROUND, partial(ProcessEngine, pool=pool), silos=make_lazy_silos([], 12))
+    assert {*second} <= {"silo 000"}, "the only one that is in memory"
 
 
 def test_one_worker_runs_lazy_silos_beside_others(pool: WorkerPool) -> None:
@@ -325,16 +398,18 @@ def test_the_largest_silos_start_first_but_few_replies_wait() -> None:
 # --- processes that end -----------------------------------------------------------------------------------------------
 
 
-def kill_first_process(clients: Any, pool: WorkerPool, times: int) -> None:
-    """Send SIGKILL to the process of silo ada, as often as it starts to train."""
-    kills = []
+def kill_first_process(clients: Any, pool: WorkerPool, times: int, killed: str = "ada") -> list[str]:
+    """Send SIGKILL to the process of a silo, as often as it starts to train; return a list of the silos it had."""
+    kills, lost = [], list[str]()
 
     def on_progress(silo_name: str, activity: str) -> None:
-        if (silo_name, activity) == ("ada", "training") and len(kills) < times:
-            kills.append(next(w for w in pool.workers if w.silo_name == "ada"))
+        if (silo_name, activity) == (killed, "training") and len(kills) < times:
+            kills.append(next(w for w in pool.workers if next(iter(w.tasks), "") == killed))
             os.kill(kills[-1].process.pid, signal.SIGKILL)
+            lost.extend(kills[-1].tasks)
 
     clients.on_progress = on_progress
+    return lost
 
 
 SLOW = replace(ONE_ROUND, local=replace(ONE_ROUND.local, epochs=100))  # no process is done before it is killed

@@ -19,6 +19,10 @@ class Slot(IntEnum):
     DATA = 0  # silos and network, once per engine
     BROADCAST = 1  # what all silos of a message receive
     TASK = 2  # one silo's part, and its answer
+    NEXT_TASK = 3  # of the task that a worker receives while it runs another one
+
+
+TASK_SLOTS = (Slot.TASK, Slot.NEXT_TASK)
 
 
 class Message(NamedTuple):
@@ -36,9 +40,9 @@ class Channel:
         self._sent: dict[Slot, SharedBuffer] = {}  # buffers that the other end has
         self._received: dict[Slot, SharedBuffer] = {}
 
-    def send(self, value: Any) -> None:
-        """Send a value; its tensors stay where they are until the next value of this end."""
-        self.send_parcel(Slot.TASK, pack(value, self._sent.get(Slot.TASK)))
+    def send(self, value: Any, slot: Slot = Slot.TASK) -> None:
+        """Send a value; its tensors stay where they are until the next value of this end in the slot."""
+        self.send_parcel(slot, pack(value, self._sent.get(slot)))
 
     def send_parcel(self, slot: Slot, parcel: Parcel) -> None:
         """Send a packed value, and its buffer unless the other end already has it."""

@@ -149,7 +149,7 @@ class ProcessEngine(SerialEngine):
     def _finish_schedule(self) -> None:
         """Complete the message before, whose replies the caller may still need: its shared memory is used again."""
         self._schedule.window = len(self._schedule.names)
-        while self._schedule.waiting or any(worker.silo_name for worker in self._pool.workers):
+        while self._schedule.waiting or any(worker.tasks for worker in self._pool.workers):
             self._exchange(self._schedule, block=True)
 
     def _pack(self, work: Work) -> None:
@@ -182,16 +182,26 @@ class ProcessEngine(SerialEngine):
             self._pool.start()
         except OSError as e:
             raise CannotSpreadError(f"no process can be started ({describe_error(e)})") from None
-        for worker in self._pool.workers:
-            if not worker.silo_name and (name := schedule.choose_next()):
-                schedule.waiting.remove(name)
-                worker.silo_name = name
-                self._send_task(worker, name, schedule.splits)
+        self._give_tasks(schedule, 1)
+        self._give_tasks(schedule, 2, num_left=2 * self._pool.num_workers)  # these go to whoever is done first
         for worker, answer in self._pool.receive(block=block):
             if answer is None:
                 self._replace_worker(worker, schedule)
             else:
                 self._take_answer(worker, schedule, *answer)
+
+    def _give_tasks(self, schedule: Schedule, depth: int, num_left: int = 0) -> None:
+        """Give a task to workers that have fewer than so many; with a second one they need not wait for this process.
+
+        A lazy silo comes with its task, so a worker receives it only when it has no other.
+        """
+        for worker in self._pool.workers:
+            may_take = len(worker.tasks) < depth and len(schedule.waiting) > num_left
+            name = schedule.choose_next() if may_take else ""
+            if name and (not worker.tasks or not has_lazy_inputs(self.silos[name])):
+                schedule.waiting.remove(name)
+                worker.add_task(name)
+                self._send_task(worker, name, schedule.splits)
 
     def _send_task(self, worker: WorkerHandle, name: str, splits: Collection[Split]) -> None:
         assert self._data, "a message is packed before its tasks"
@@ -205,7 +215,7 @@ class ProcessEngine(SerialEngine):
                 worker.channel.send_parcel(Slot.BROADCAST, self._broadcast)
                 worker.broadcast = self._broadcast
             client_state: Tensors = self.client_states.get(name, {})
-            worker.channel.send((name, client_state, lazy_silo))
+            worker.channel.send((name, client_state, lazy_silo), worker.tasks[name])
         except ConnectionError:  # no other error of the system, such as a lack of memory for the task
             return  # the process has ended, which is read from its connection
 
@@ -230,24 +240,25 @@ class ProcessEngine(SerialEngine):
         elif kind == "unloadable":
             raise CannotSpreadError(explain_pickling_error(content[1]))
         else:
-            worker.silo_name = ""
+            del worker.tasks[content[0]]
             schedule.results[content[0]] = (kind, *content[1:])
 
     def _replace_worker(self, worker: WorkerHandle, schedule: Schedule) -> None:
         """Let another process do the work of one that has ended."""
-        exit_code, name = self._pool.remove(worker), worker.silo_name
+        exit_code, names = self._pool.remove(worker), list(worker.tasks)
         ended = f"worker process {worker.process.pid} ended with exit code {exit_code}"
         if not worker.is_ready:
             raise CannotSpreadError(f"{ended} at its start")
-        if not name:
+        if not names:
             return
+        name = names[0]  # the one that ran
         schedule.attempts[name] += 1
         if schedule.attempts[name] == MAX_ATTEMPTS:
             raise ResumableError(
                 f"{ended}, the second one at silo {name}; its memory may be too small: run the same command again to "
                 "resume, with fewer workers or engine=serial"
             )
-        schedule.waiting.add(name)
+        schedule.waiting.update(names)
         self.on_warning(f"{ended}; silo {name} starts again in another process")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from uefl.core.errors import InputError
-from uefl.engines.processes.channel import Channel
+from uefl.engines.processes.channel import TASK_SLOTS, Channel, Slot
 from uefl.engines.processes.shared_tensors import Parcel
 
 # A new interpreter: a forked one would inherit locks of threads that do not exist in it, and a process that
@@ -86,9 +86,13 @@ class WorkerHandle:
         finally:
             other.close()
         self.is_ready = False  # it has imported what it needs
-        self.silo_name = ""  # of its present task
+        self.tasks: dict[str, Slot] = {}  # by silo: the task that it runs, and the next one
         self.data: Parcel | None = None  # the last that it received
         self.broadcast: Parcel | None = None
+
+    def add_task(self, silo_name: str) -> None:
+        """Reserve shared memory that no other task of this process has, nor an answer that has not been read."""
+        self.tasks[silo_name] = next(slot for slot in TASK_SLOTS if slot not in self.tasks.values())
 
     def end(self) -> int:
         """Close the connection, wait until the process has ended, and return its exit code."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from uefl.core.federation import Broadcast, Examples, Method, Silo, Tensors
-from uefl.engines.processes.channel import Channel, Message, Slot
+from uefl.engines.processes.channel import TASK_SLOTS, Channel, Message, Slot
 from uefl.engines.serial import SerialEngine, ignore_progress
 
 
@@ -119,8 +119,8 @@ class Worker:
 
     def handle(self, message: Message) -> None:
         """Load what a message brings; run and answer a task."""
-        if message.slot == Slot.TASK:
-            self.channel.send(self._answer(*message.parcel.unpack()))
+        if message.slot in TASK_SLOTS:  # the answer to the task before may not have been read
+            self.channel.send(self._answer(*message.parcel.unpack()), message.slot)
             return
         self.errors.pop(message.slot, None)
         try:
