@@ -22,7 +22,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from studies.demo import FOLDS
+from studies.demo_trials import FOLDS
 from studies.methods.runner import StudyResources, StudyRun, run_parallel
 from uefl.algorithms.extensible_codebook import Extend
 from uefl.core.paired_difference import Difference, compare_pairs

@@ -12,8 +12,6 @@ from studies.demo import (
     BLOCK,
     RECORDS_FILE,
     SEEDS,
-    TRIAL_SEEDS,
-    TRIALS,
     TRIALS_FILE,
     add_seeds,
     list_trials,
@@ -21,6 +19,7 @@ from studies.demo import (
     render_block,
     render_trials,
 )
+from studies.demo_trials import TRIAL_SEEDS, TRIALS
 from uefl.experiment.demo_comparisons import COMPARISONS
 from uefl.experiment.experiment import Experiment
 from uefl.experiment.records import read_records
