@@ -519,7 +519,7 @@ def test_run_with_a_final_codebook_continues_for_all_rounds():
     assert server.is_codebook_final
     later, later_records = run_rounds(method, clients, server=server)
     assert later.round == method.total_rounds == 9
-    assert find_decision_rounds(records + later_records) == [3, 5, 7], "reports go on, extensions do not"
+    assert find_decision_rounds(records + later_records) == [3, 5, 7], "silos are reported, but get no codewords"
     assert later.access.shape == server.access.shape
     assert not torch.equal(later.model_state["classifier.1.weight"], server.model_state["classifier.1.weight"])
 

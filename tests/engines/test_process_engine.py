@@ -328,7 +328,7 @@ def test_progress_is_that_of_the_serial_engine(pool: WorkerPool) -> None:
     assert ("ada", "training") in events["serial"]
 
 
-def test_workers_send_progress_only_if_somebody_sees_it(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_send_progress_only_if_it_is_shown(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[str] = []
     take_answer = ProcessEngine._take_answer
 

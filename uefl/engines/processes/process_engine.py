@@ -183,7 +183,7 @@ class ProcessEngine(SerialEngine):
         except OSError as e:
             raise CannotSpreadError(f"no process can be started ({describe_error(e)})") from None
         self._give_tasks(schedule, 1)
-        self._give_tasks(schedule, 2, num_left=2 * self._pool.num_workers)  # these go to whoever is done first
+        self._give_tasks(schedule, 2, num_left=2 * self._pool.num_workers)  # for those done first
         for worker, answer in self._pool.receive(block=block):
             if answer is None:
                 self._replace_worker(worker, schedule)
